@@ -244,8 +244,11 @@ _OF_LIBRARIES = {
 }
 _ALL = {**_KINDS, **_PAGED, **_OF_LIBRARIES}
 
-# Optimizer name of a class, and its options that add states. Classes by name: transformers' takes seconds to import.
+# Optimizer name of a class, and its options that each add a state of a parameter's size. Classes by name: importing
+# transformers' takes seconds.
 _CLASSES = {
+    "torch.optim.adam.Adam": (DEFAULT, ("amsgrad",)),
+    "torch.optim.adamw.AdamW": (DEFAULT, ("amsgrad",)),
     "torch.optim.sgd.SGD": ("sgd", ("momentum",)),
     "torch.optim.adagrad.Adagrad": ("adagrad", ()),
     "torch.optim.rmsprop.RMSprop": ("rmsprop", ("momentum", "centered")),
@@ -270,8 +273,7 @@ _OF_BITSANDBYTES = {
 def planned_like(
     optimizer: "torch.optim.Optimizer | PlannedOptimizer | None", is_on_cuda: bool = False
 ) -> "PlannedOptimizer":
-    """Returns the planned optimizer of the same class; AdamW for other classes, for options that add states, and for
-    None.
+    """Returns the planned optimizer of the same class and options; AdamW for other classes, and for None.
 
     Args:
         optimizer: the real optimizer, which accelerate may have wrapped; a planned one is returned as it is.
@@ -282,10 +284,9 @@ def planned_like(
     rule, bits, in_32_bits = bitsandbytes.optimizer_kind(inner)
     if rule:
         return PlannedOptimizer(_OF_BITSANDBYTES.get((rule, bits), DEFAULT), is_on_cuda, in_32_bits)
-    name, adds_states = _CLASSES.get(f"{type(inner).__module__}.{type(inner).__qualname__}", (DEFAULT, ()))
-    if adds_states and any(group.get(option) for group in inner.param_groups for option in adds_states):
-        name = DEFAULT
-    return PlannedOptimizer(name, is_on_cuda)
+    name, adding = _CLASSES.get(f"{type(inner).__module__}.{type(inner).__qualname__}", (DEFAULT, ()))
+    more = [sum(bool(group.get(option)) for option in adding) for group in inner.param_groups] if adding else [0]
+    return PlannedOptimizer(name, is_on_cuda, more_states=max(more))
 
 
 def smaller_optimizers(is_on_cuda: bool) -> list[str]:
@@ -352,12 +353,14 @@ class PlannedOptimizer:
         name: Trainer's name; `check` accepts it.
         embeddings: ids of the parameters whose states bitsandbytes keeps in float32, as Trainer configures it.
         products: ids of the weights whose gradients GaLore and APOLLO project.
+        more_states: states of each parameter's size that options add, such as momentum.
     """
 
     name: str = DEFAULT
     is_on_cuda: bool = False
     embeddings: frozenset[int] = field(default=frozenset(), repr=False)
     products: frozenset[int] = field(default=frozenset(), repr=False)
+    more_states: int = 0
 
     @classmethod
     def of_model(cls, model: torch.nn.Module, name: str = DEFAULT, is_on_cuda: bool = False) -> "PlannedOptimizer":
@@ -380,7 +383,7 @@ class PlannedOptimizer:
                 return kind.of_embeddings(parameter)
             if kind.of_products is not None and id(parameter) in self.products:
                 return kind.of_products(parameter)
-            return kind.states(parameter)
+            return [*kind.states(parameter), *[parameter.nbytes] * self.more_states]
 
         return list(itertools.chain.from_iterable(map(states, parameters)))
 

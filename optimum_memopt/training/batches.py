@@ -478,4 +478,6 @@ def _predictor(trainer: Trainer, options: MemOptOptions, engine: str) -> StepPre
     )
     # A collator may draw random numbers, for example to mask tokens for masked language models.
     with preserved_generators(next(model.parameters()).device):
-        return factory(engine).predict_steps(ModelOfRun(model, make_batch, tokens, is_read), options, spec)
+        return factory(engine).predict_steps(
+            ModelOfRun(model, make_batch, tokens, is_read, trainer.optimizer), options, spec
+        )

@@ -29,7 +29,7 @@ from optimum_memopt.engines.simulator import simulated
 from optimum_memopt.errors import MemOptError, line_of, path_excerpt
 from optimum_memopt.logs import best_effort
 from optimum_memopt.memory.capacity import host_available
-from optimum_memopt.memory.optimizers import DEFAULT, PlannedOptimizer, is_known
+from optimum_memopt.memory.optimizers import planned_like
 from optimum_memopt.predict.phases import (
     EVALUATION,
     GENERATION,
@@ -429,10 +429,7 @@ def _coming_states(trainer: Any) -> int:
     if trainer.optimizer.state:
         return 0
     parameters = [each for group in trainer.optimizer.param_groups for each in group["params"] if each.requires_grad]
-    name = str(getattr(trainer.args.optim, "value", trainer.args.optim))
-    is_on_cuda = bool(parameters) and parameters[0].is_cuda
-    planned = PlannedOptimizer.of_model(trainer.model, name if is_known(name) else DEFAULT, is_on_cuda)
-    return sum(planned.state_sizes(parameters))
+    return sum(planned_like(trainer.optimizer).state_sizes(parameters))
 
 
 def run_script(script: str, args: Sequence[str], device: str, budget: Budget | None = None) -> None:

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from optimum_memopt.engines.api.run import Selection
+from optimum_memopt.engines.api.run import Run, Selection
 from optimum_memopt.engines.compile.capture import variants
 from optimum_memopt.engines.compile.costs.times import known_costs
 from optimum_memopt.engines.compile.memory import footprint
 from optimum_memopt.engines.compile.options import LAYER
-from optimum_memopt.engines.compile.predict.plan_cache import SWITCH, CachedPlan
+from optimum_memopt.engines.compile.predict.plan_cache import SWITCH, CachedPlan, entry_path
 from optimum_memopt.engines.compile.train.engine import CompileEngine
 from optimum_memopt.plans.table import PlanTable
 from optimum_memopt.sizes import parse_budget
@@ -222,3 +222,19 @@ def test_what_is_no_file_is_no_entry(tmp_path, make: Callable[[Path], None]) -> 
     reader.start()
     reader.join(60)
     assert found == [None, {}]
+
+
+def test_each_optimizer_and_number_of_micro_batches_has_a_plan_of_its_own(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv(SWITCH, "1")
+    model = torch.nn.Linear(8, 8)
+    made = {
+        "adamw": torch.optim.AdamW(model.parameters()),
+        "amsgrad": torch.optim.AdamW(model.parameters(), amsgrad=True),
+        "sgd": torch.optim.SGD(model.parameters()),
+    }
+    runs = [Run(each) for each in made.values()]
+    runs += [Run(made["adamw"], gradient_accumulation=True, micro_batches=count) for count in (2, 4)]
+    paths = [entry_path(model, {}, parse_budget("1GiB"), None, run, "") for run in runs]
+    assert None not in paths and len(set(paths)) == len(runs)
+    assert entry_path(model, {}, parse_budget("1GiB"), None, Run(made["sgd"]), "") == paths[2]

@@ -1,5 +1,6 @@
 """Predicted memory of optimizers against the optimizers that Trainer makes for the same names."""
 
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
@@ -72,15 +73,32 @@ def test_an_optimizer_before_its_first_step_is_planned_by_its_class(name: str, t
     assert step_bytes(optimizer, parameters) == pytest.approx(peak, rel=0.02, abs=SMALL)
 
 
-def test_options_that_add_states_are_planned_as_adamw() -> None:
-    shapes = parameters_of(SHAPES, torch.float32)
-    for optimizer in (
-        torch.optim.SGD(shapes, lr=0.1, momentum=0.9),
-        torch.optim.RMSprop(shapes, centered=True),
-        Adafactor(shapes, beta1=0.9),
-        torch.optim.Adadelta(shapes),
-    ):
-        assert planned_like(optimizer).name == DEFAULT
+ADDING: dict[str, Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]] = {
+    "momentum": lambda given: torch.optim.SGD(given, lr=0.1, momentum=0.9),
+    "centered": lambda given: torch.optim.RMSprop(given, centered=True),
+    "centered, momentum": lambda given: torch.optim.RMSprop(given, centered=True, momentum=0.9),
+    "first moment": lambda given: Adafactor(given, beta1=0.9),
+    "Adam, amsgrad": lambda given: torch.optim.Adam(given, amsgrad=True),
+    "AdamW, amsgrad in a group": lambda given: torch.optim.AdamW([{"params": given, "amsgrad": True}]),
+}
+
+
+@pytest.mark.parametrize("option", ADDING)
+def test_states_that_options_add(option: str) -> None:
+    given = parameters_of(SHAPES, torch.float32)
+    optimizer = ADDING[option](given)
+    planned = sum(planned_like(optimizer).state_sizes(given))
+    optimizer.step()
+    assert planned == sum(
+        value.nbytes
+        for state in optimizer.state.values()
+        for value in state.values()
+        if isinstance(value, torch.Tensor) and value.dim()
+    )
+
+
+def test_other_optimizers_are_planned_as_adamw() -> None:
+    assert planned_like(torch.optim.Adadelta(parameters_of(SHAPES, torch.float32))) == PlannedOptimizer(DEFAULT)
     assert planned_like(None).name == DEFAULT
 
 

@@ -217,12 +217,14 @@ class ModelOfRun:
         make_batch: returns the forward's arguments for a batch of that many rows.
         tokens: tokens of the longest row; 0: taken from the batches.
         reads_logits: whether outputs other than the loss are read.
+        optimizer: the user's own; None: Trainer makes that of the step's settings.
     """
 
     model: "torch.nn.Module"
     make_batch: Callable[[int], Mapping[str, Any]]
     tokens: int
     reads_logits: bool
+    optimizer: "torch.optim.Optimizer | None" = None
 
 
 @dataclass(frozen=True)

@@ -65,7 +65,7 @@ from optimum_memopt.errors import MemOptError
 from optimum_memopt.generators import preserved_generators
 from optimum_memopt.logs import only_warnings, watched
 from optimum_memopt.memory.capacity import capacity
-from optimum_memopt.memory.optimizers import DEFAULT, OptimizerMemory, PlannedOptimizer, is_known
+from optimum_memopt.memory.optimizers import DEFAULT, OptimizerMemory, PlannedOptimizer, is_known, planned_like
 from optimum_memopt.sizes import Budget
 from optimum_memopt.step_settings import StepSpec
 
@@ -419,6 +419,7 @@ class _Case:
     Attributes:
         make: returns a fake mode, and a model and a batch of n rows on its tensors.
         target: the device that steps are predicted for; None: the model's device.
+        optimizer: the user's own; None: that of `spec`.
         values_at: returns `Workload.values` of a batch of n rows, which plain PyTorch reads.
     """
 
@@ -432,6 +433,7 @@ class _Case:
     may_chunk: bool = True
     compares: bool = True
     compresses: bool = False
+    optimizer: torch.optim.Optimizer | None = None
     values_at: Callable[[int], Mapping[str, torch.Tensor]] = lambda rows: {}
 
 
@@ -494,7 +496,17 @@ def of_model(
         return fake, copied.train(), fake_tensors.fake_copy(dict(run.make_batch(rows)), fake)
 
     case = _Case(
-        make, spec, compiled_by, None, autocast, budget, run.tokens, may_chunk, compares=False, compresses=compresses
+        make,
+        spec,
+        compiled_by,
+        None,
+        autocast,
+        budget,
+        run.tokens,
+        may_chunk,
+        compares=False,
+        compresses=compresses,
+        optimizer=run.optimizer,
     )
     return _predictor(case, run.model, run.make_batch(_FEW))
 
@@ -508,7 +520,10 @@ def _predictor(case: _Case, model: torch.nn.Module, batch: Mapping[str, Any]) ->
         model = traced[0][0]
     untrained, target, device = captured[0].untrained, case.target, next(model.parameters()).device
     is_on_cuda = device.type == "cuda" if target is None else target.cuda is not None
-    optimizer = PlannedOptimizer.of_model(model, case.spec.optim, is_on_cuda)
+    if case.optimizer is None:
+        optimizer = PlannedOptimizer.of_model(model, case.spec.optim, is_on_cuda)
+    else:
+        optimizer = planned_like(case.optimizer, is_on_cuda)
     run = Run(optimizer, gradient_accumulation=True)
     # On a CPU, tracing the model grows the process, as it does in training.
     step = step_around(model, batch, case.budget, run, target, untrained=untrained)

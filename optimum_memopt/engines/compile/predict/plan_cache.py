@@ -17,11 +17,13 @@ from optimum_memopt.compat.installed import software
 from optimum_memopt.engines.api.run import LargestBatch, Run
 from optimum_memopt.engines.compile.costs.times import cache_folder, cache_path
 from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph
+from optimum_memopt.engines.compile.memory.footprint import state_sizes
 from optimum_memopt.engines.compile.partition.choice import Choice, SavedNodes
 from optimum_memopt.engines.compile.partition.producers.producer import SolvedForward
 from optimum_memopt.engines.compile.partition.producers.stated import FromPlanFile
 from optimum_memopt.errors import MemOptError, path_excerpt
 from optimum_memopt.logs import get_logger
+from optimum_memopt.memory.optimizers import planned_like
 from optimum_memopt.plans.plan_file import LARGEST_FILE, PlanFile
 from optimum_memopt.sizes import AUTO, Budget
 
@@ -105,10 +107,11 @@ def entry_path(
     """
     if budget.text == AUTO or os.environ.get(SWITCH) == "0":
         return None
-    optimizer = f"{type(run.optimizer).__name__} {run.releases_gradients} {run.held_outputs} {run.others}"
+    states = sum(state_sizes(run.optimizer, [each for each in model.parameters() if each.requires_grad]))
+    optimizer = f"{planned_like(run.optimizer).name} {states} {run.releases_gradients} {run.micro_batches}"
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     facts = [
-        f"{budget} {largest} {optimizer} {run.gradient_accumulation} {options}",
+        f"{budget} {largest} {optimizer} {run.held_outputs} {run.others} {run.gradient_accumulation} {options}",
         cache_path(next(model.parameters()).device).name,
         *map(str, software().items()),
         f"{model!r} {getattr(model, 'config', None)}",
