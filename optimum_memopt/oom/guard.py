@@ -30,6 +30,8 @@ from optimum_memopt.oom.report import (
 from optimum_memopt.trainer_patches import Patch
 
 _FINE, _RAN_OUT, _FAILED = 0, 1, 2
+# Set on an out-of-memory error in a step that another rank ends with another error.
+_OTHERS_END = "optimum_memopt_others_end"
 
 
 class OtherRankRanOutError(Exception):
@@ -46,7 +48,8 @@ def agreeing(trainer: Trainer, compute_loss: Callable[..., Any]) -> Callable[...
         try:
             result = compute_loss(model, *args, **kwargs)
         except Exception as error:
-            _outcomes(_RAN_OUT if is_out_of_memory(error) else _FAILED, trainer.args.device)
+            if _FAILED in _outcomes(_RAN_OUT if is_out_of_memory(error) else _FAILED, trainer.args.device):
+                setattr(error, _OTHERS_END, True)
             raise
         outcomes = _outcomes(_FINE, trainer.args.device)
         # A rank that failed with another error ends the run by itself.
@@ -72,7 +75,7 @@ class MemoryReportCallback(HookingCallback):
     traced on tensors without data. Costs 0.1 ms per step while memory suffices.
 
     Attributes:
-        report: report of the last explained step; None: no step has run out of memory.
+        report: report of the last explained step of a run; None: no step has run out of memory.
         replanner: plans for less memory so that the step can be rerun; None: steps are not rerun.
         call: the arguments of the model's last training forward, without the data of tensors.
     """
@@ -83,6 +86,7 @@ class MemoryReportCallback(HookingCallback):
         self.replanner: Replanner | None = None
         self.call: ForwardCall | None = None
         self._start: StepStart | None = None
+        self._has_ended = False
         # Bytes of `OTHER` before the run's first step, when a CPU's malloc keeps nothing of earlier steps.
         self._first_outside: int | None = None
 
@@ -93,9 +97,13 @@ class MemoryReportCallback(HookingCallback):
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         trainer = self.reporter.begin(state)
         self.call = self._start = self._first_outside = None
+        # Attempts of `auto_find_batch_size` begin without the end of one before.
+        if self._has_ended:
+            self.report = None
         if self.replanner is not None:
             self.replanner.begin(trainer)
         self._watch_forwards(kwargs["model"])
+        self._has_ended = False
         self._hooks.put(trainer, Patch.GUARDED_STEP, partial(self._guard_step, trainer))
         # Each train() wraps the optimizer again.
         if trainer.optimizer is not None:
@@ -137,7 +145,9 @@ class MemoryReportCallback(HookingCallback):
             return False
         failure = failure_of(error, trainer, self._start or StepStart.of(trainer))
         free_step(error)
-        if replanner is not None and before is not None and replanner.replan(failure, is_own, before, trainer):
+        if getattr(error, _OTHERS_END, False):
+            log_from_any_rank("the step is not rerun: another rank failed with another error, which ends the run")
+        elif replanner is not None and before is not None and replanner.replan(failure, is_own, before, trainer):
             return True
         if is_own:
             self._explain(failure, trainer, inputs)
@@ -192,4 +202,4 @@ class MemoryReportCallback(HookingCallback):
 
     def remove_hooks(self) -> None:
         super().remove_hooks()
-        self.call = None
+        self.call, self._has_ended = None, True

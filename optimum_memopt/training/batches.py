@@ -25,7 +25,7 @@ from optimum_memopt.compat.transformers import collator, prepared_inputs, reread
 from optimum_memopt.engines.api.predictions import ModelOfRun, StepPredictor
 from optimum_memopt.engines.api.run import LargestBatch, Run
 from optimum_memopt.engines.shared.registry import factory
-from optimum_memopt.errors import MemOptError
+from optimum_memopt.errors import MemOptError, line_of
 from optimum_memopt.generators import preserved_generators
 from optimum_memopt.logs import get_logger
 from optimum_memopt.options import MemOptOptions
@@ -436,13 +436,17 @@ def _set(trainer: Trainer, rows: int, accumulation: int) -> None:
 def _agreed(trainer: Trainer, options: MemOptOptions, engine: str, rows: int) -> int:
     """Returns the rows of the micro-batch: the smallest choice of all ranks, whose costs and free memory differ."""
     row: Row | None = None
+    failure: Exception | None = None
     try:
         predictor = _predictor(trainer, options, engine)
         row = advise(predictor, rows).recommended
         own: int | str = row.rows
-    except MemOptError as error:
-        own = str(error)
+    except Exception as error:
+        # The other ranks wait.
+        own, failure = str(error) if isinstance(error, MemOptError) else line_of(error), error
     of_ranks = of_all_ranks(own)
+    if failure is not None and not isinstance(failure, MemOptError):
+        raise failure
     for rank, choice in enumerate(of_ranks):
         if isinstance(choice, str):
             raise MemOptError(f"{_AUTO_BATCH}: {f'rank {rank}: ' if len(of_ranks) > 1 else ''}{choice}")

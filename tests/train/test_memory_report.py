@@ -124,6 +124,12 @@ def test_micro_batches_that_are_tried_in_turn_are_explained_once(tmp_path):
     assert sum(line.startswith("memory ran out in step") for line in lines) == 1
     again = [line for line in lines if "also ran out" in line]
     assert again == [f"memory also ran out with a micro-batch of {rows} rows; explained for 4" for rows in (3, 2)]
+    # The next run is explained anew.
+    trainer.fails = {trainer.forwards + 1: "forward"}
+    with log_lines() as lines, pytest.raises(RuntimeError, match="reached zero"):
+        trainer.train()
+    assert len(trainer.raised) == 4
+    assert sum(line.startswith("memory ran out in step") for line in lines) == 1
 
 
 def test_a_report_that_cannot_be_written_is_a_line(tmp_path, monkeypatch):

@@ -13,6 +13,7 @@ from optimum_memopt import MemOptError, MemOptTrainingArguments, attach
 from optimum_memopt.engines.api.run import Selection
 from optimum_memopt.engines.compile.capture import variants
 from optimum_memopt.engines.compile.memory import footprint
+from optimum_memopt.oom import guard
 from tests.limited_memory import RunsOut
 from tests.rotation import in_turn, nightly
 from tests.trainer_runs import CASES, arguments, build, collate, log_lines, make, weights
@@ -136,6 +137,24 @@ def test_each_run_has_its_three_times(tmp_path):
     with log_lines() as lines:
         trainer.train()
     assert [line[-8:] for line in lines if "rerunning it" in line] == ["(1 of 3)", "(2 of 3)", "(3 of 3)"]
+
+
+def test_a_step_that_another_rank_ends_is_not_rerun(tmp_path, monkeypatch):
+    """The other rank would not take part in the next all-gather."""
+    trainer = RunsOut(
+        model=build("small"),
+        args=arguments(MemOptTrainingArguments, tmp_path, **REPLAN),
+        train_dataset=data("small"),
+        data_collator=collate,
+        fails={2: "forward"},
+        held=lambda trainer: 2**30,
+    )
+    monkeypatch.setattr(guard, "_outcomes", lambda own, device: [own, 2 if own else 0])
+    trainer.compute_loss = guard.agreeing(trainer, trainer.compute_loss)
+    with log_lines() as lines, pytest.raises(torch.OutOfMemoryError):
+        trainer.train()
+    assert trainer.forwards == 2 and not any("rerunning it" in line for line in lines)
+    assert "the step is not rerun: another rank failed with another error, which ends the run" in lines
 
 
 def test_the_next_run_has_the_users_plan_again(tmp_path):
