@@ -114,6 +114,11 @@ class MemOptOptions(_AllOptions):
                 predicting_factory().planned_device(self.memory_opt_dry_run)
             except MemOptError as error:
                 raise MemOptError(f"--memory_opt_dry_run: {error}") from error
+            if self.memory_opt_batch is not None:
+                raise MemOptError(
+                    f"--memory_opt_dry_run with --memory_opt_batch {self.memory_opt_batch}: a dry run shows the "
+                    "micro-batch of --per_device_train_batch_size, in plain PyTorch; leave out one of them"
+                )
         # Parse both: a mistake in them is an error whichever engine trains.
         _ = self.plan_config, self.plan_file
         if self.memory_opt_engine != AUTO:

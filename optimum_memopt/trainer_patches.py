@@ -111,13 +111,17 @@ def innermost(owner: Any, name: str) -> Callable[..., Any]:
     return known.inner if isinstance(known, _Method) else method
 
 
+# The name of the loss that a Trainer's label smoother computes.
+SMOOTHER = "the Trainer's label smoother"
+
+
 def loss_name(trainer: Any) -> str:
     """Returns the name of the function that computes a Trainer's loss; empty if the model's forward does."""
     if getattr(innermost(trainer, "compute_loss"), "__func__", None) is not Trainer.compute_loss:
         return f"{type(trainer).__name__}.compute_loss"
     if trainer.compute_loss_func is not None:
         return "compute_loss_func"
-    return "the Trainer's label smoother" if trainer.label_smoother is not None else ""
+    return SMOOTHER if trainer.label_smoother is not None else ""
 
 
 class TrainerPatches(ExitStack):

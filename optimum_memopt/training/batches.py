@@ -32,7 +32,7 @@ from optimum_memopt.options import MemOptOptions
 from optimum_memopt.predict.advise import Row, advise
 from optimum_memopt.sizes import gib_text
 from optimum_memopt.step_settings import StepSpec
-from optimum_memopt.trainer_patches import loss_name
+from optimum_memopt.trainer_patches import SMOOTHER, loss_name
 
 FLAG = "--group_by_complexity"
 # Trainer's own strategy that sorts samples by length within pools.
@@ -472,8 +472,8 @@ def _predictor(trainer: Trainer, options: MemOptOptions, engine: str) -> StepPre
 
     largest = largest_batch(trainer)
     tokens = largest.length if largest is not None else 0
-    # A custom loss may read other outputs than the model's loss.
-    is_read = bool(loss_name(trainer))
+    # A custom loss may read other outputs than the model's loss. An engine that chunks the loss smooths labels itself.
+    is_read = loss_name(trainer) not in ("", SMOOTHER)
     spec = StepSpec(
         compiler=options.memory_opt_compiler,
         bf16=args.bf16,

@@ -52,6 +52,14 @@ def test_the_rows_of_an_optimizer_step_stay(tmp_path):
     assert distance(weights(trainer.model), weights(plain.model)) < 1e-5
 
 
+@pytest.mark.parametrize(("smoothing", "loss"), [(0.1, "auto"), (0.1, "plain"), (0.0, "auto")])
+def test_a_smoothed_loss_is_chunked_unless_it_is_plain(tmp_path, smoothing, loss):
+    options = {**FREE, "memory_opt_loss": loss, "label_smoothing_factor": smoothing}
+    trainer = make(tmp_path, "gpt2", per_device_train_batch_size=2, **options)
+    predictor = batches._predictor(trainer, trainer.args, "compile")
+    assert predictor.plans[0].chunks_loss == (loss == "auto")
+
+
 def test_the_page_shows_the_chosen_micro_batch(tmp_path, monkeypatch):
     monkeypatch.setattr(batches, "_agreed", lambda *_: 3)
     sizes = {"per_device_train_batch_size": 12, "max_steps": 2}

@@ -337,3 +337,9 @@ def test_a_sharded_run_is_refused_before_it_looks_for_ranks(given: str, kind: st
     with pytest.raises(MemOptError, match=rf"^dry run: {kind} shards the model, .*; optimum-cli memopt plan --fsdp 8"):
         run_script(str(script), [], "h100")
     assert TrainingArguments.__post_init__ is before
+
+
+def test_a_chosen_micro_batch_is_refused(tmp_path: Path) -> None:
+    chosen = {"memory_opt_batch": "auto", "memory_opt_budget": "1GiB"}
+    with pytest.raises(MemOptError, match="--memory_opt_dry_run with --memory_opt_batch auto: a dry run shows"):
+        arguments(MemOptTrainingArguments, tmp_path, memory_opt_dry_run="h100", **chosen)

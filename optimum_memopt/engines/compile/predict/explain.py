@@ -240,11 +240,16 @@ def _share(plan: Plan) -> float | None:
 
 @dataclass(frozen=True)
 class _Ran:
-    """The engine's plan for the step that failed."""
+    """The engine's plan for the step that failed.
+
+    Attributes:
+        compiler: the compiler of its graphs; empty: the device's default.
+    """
 
     producer: Producer
     loss: str
     unit: str = AUTO
+    compiler: str = ""
 
 
 @one_at_a_time
@@ -267,7 +272,8 @@ def explain(failed: FailedStep) -> Explanation:
             ran = of_plain_pytorch(failed)
         else:
             progress.stage = "tracing"
-            ran = of_forward(capture_failed(failed, planned.producer, planned.loss, planned.unit), failed)
+            forward = capture_failed(failed, planned.producer, planned.loss, planned.unit, planned.compiler)
+            ran = of_forward(forward, failed)
         moment, parts = _held(failed, ran, is_plain=planned is None)
         if ran.forward is not None and not ran.forward.is_whole:
             remarks += (
@@ -313,7 +319,8 @@ def _suggestions(
             return ran.forward
         deadline.check(needed=deadline.elapsed)
         progress.stage = "tracing"
-        traced = capture_failed(failed, TorchDefault(), AUTO if planned is None else CHUNKED)
+        loss, compiler = (AUTO, "") if planned is None else (CHUNKED, planned.compiler)
+        traced = capture_failed(failed, TorchDefault(), loss, compiler=compiler)
         progress.stage = "searching for suggestions"
         return traced
 
@@ -361,7 +368,8 @@ def _plan_of(failed: FailedStep) -> tuple[_Ran | None, tuple[str, ...]]:
         return None, (f"the parts are those of plain PyTorch, since the {engine.name} engine's graph is not known",)
     if (plan := engine.plan_file()) is not None:
         unit = MODEL if len(plan.graphs) == 1 else AUTO
-        return _Ran(producer_for(Selection(plan=plan, strict=False)), plan.loss, unit), ()
+        compiler = str(plan.solved_for.get("compiler", ""))
+        return _Ran(producer_for(Selection(plan=plan, strict=False)), plan.loss, unit, compiler), ()
     if engine.selection.budget is not None:
         # The solver had not finished.
         remark = "the parts are those without a plan, since the budget's plan was not known yet"

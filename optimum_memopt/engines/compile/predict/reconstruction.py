@@ -203,11 +203,17 @@ def _resized(name: str, like: TensorLike, sizes: Mapping[str, int], times: int) 
     return replace(like, shape=shape, stride=torch.empty(shape, device="meta").stride())
 
 
-def capture_failed(failed: FailedStep, producer: Producer, loss: str, unit: str = AUTO) -> CapturedForward:
-    """Trace the failed forward on a copy of the model whose tensors have no data."""
+def capture_failed(
+    failed: FailedStep, producer: Producer, loss: str, unit: str = AUTO, compiler: str = ""
+) -> CapturedForward:
+    """Trace the failed forward on a copy of the model whose tensors have no data.
+
+    Args:
+        compiler: the compiler of its graphs; empty: the device's default.
+    """
     mode, fake = fake_tensors.fake_model(failed.model)
     device, autocast = next(failed.model.parameters()).device, failed.autocast
-    compiler, _ = default_compiler(device.type)
+    compiler = compiler or default_compiler(device.type)[0]
     # Not strict: a plan that does not match this graph is not the user's mistake here.
     spec = TraceSpec(compiler, loss=LossMode(loss), strict=False, unit=unit, accumulates=failed.accumulation > 1)
 
