@@ -7,7 +7,7 @@ moment for Adafactor, rank 128 for GaLore and APOLLO. Follows `torch/optim` (2.1
 
 import difflib
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -287,6 +287,12 @@ def planned_like(
     name, adding = _CLASSES.get(f"{type(inner).__module__}.{type(inner).__qualname__}", (DEFAULT, ()))
     more = [sum(bool(group.get(option)) for option in adding) for group in inner.param_groups] if adding else [0]
     return PlannedOptimizer(name, is_on_cuda, more_states=max(more))
+
+
+def state_tensors(optimizer: "torch.optim.Optimizer") -> Iterator[torch.Tensor]:
+    """Yields the tensors of an optimizer's states, step counts included; accelerate's wrapper has them too."""
+    values = (value for state in optimizer.state.values() for value in state.values())
+    return (value for value in values if isinstance(value, torch.Tensor))
 
 
 def smaller_optimizers(is_on_cuda: bool) -> list[str]:

@@ -47,6 +47,7 @@ from optimum_memopt.engines.shared.registry import factory, predicting_factory
 from optimum_memopt.errors import clear_frames, is_out_of_memory, line_of, shortage, with_causes
 from optimum_memopt.logs import get_logger, rank
 from optimum_memopt.memory import process
+from optimum_memopt.memory.optimizers import state_tensors
 from optimum_memopt.memory.peak_monitor import held_bytes, peak_bytes
 from optimum_memopt.sizes import gib_text
 from optimum_memopt.training.batches import run_of
@@ -84,9 +85,7 @@ def held_at_start(trainer: Trainer, start: StepStart, call: ForwardCall | None) 
     """
     model = model_of(trainer)
     parameters = tensor_bytes([*model.parameters(), *buffers_of(model)])
-    states = trainer.optimizer.state.values() if trainer.optimizer is not None else ()
-    values = (value for state in states for value in state.values())
-    optimizer = tensor_bytes(value for value in values if isinstance(value, torch.Tensor))
+    optimizer = 0 if trainer.optimizer is None else tensor_bytes(state_tensors(trainer.optimizer))
     batch = sum(tensor.bytes for tensor in call.tensors.values()) if call is not None else 0
     tensors, gradients = parameters + optimizer + batch, gradient_bytes(trainer)
     # Gradients of earlier micro-batches are updated in place.

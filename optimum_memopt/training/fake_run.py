@@ -4,6 +4,7 @@ step."""
 
 import contextlib
 import copy
+import itertools
 import runpy
 import sys
 from collections import deque
@@ -29,7 +30,7 @@ from optimum_memopt.engines.simulator import simulated
 from optimum_memopt.errors import MemOptError, line_of, path_excerpt
 from optimum_memopt.logs import best_effort
 from optimum_memopt.memory.capacity import host_available
-from optimum_memopt.memory.optimizers import planned_like
+from optimum_memopt.memory.optimizers import planned_like, state_tensors
 from optimum_memopt.predict.phases import (
     EVALUATION,
     GENERATION,
@@ -268,8 +269,7 @@ class FakeRun:
     def states(self) -> int:
         """Returns the bytes of the optimizers' states."""
         optimizers = [holder for holder in self.holders if isinstance(holder, torch.optim.Optimizer)]
-        found = (value for each in optimizers for state in each.state.values() for value in state.values())
-        return self.coming + tensor_bytes(value for value in found if isinstance(value, torch.Tensor))
+        return self.coming + tensor_bytes(itertools.chain.from_iterable(map(state_tensors, optimizers)))
 
     def evaluate(self, data: EvaluationData) -> tuple[Evaluation, list[RunPhase]]:
         """Run a batch as Trainer's evaluation loop does; returns the evaluation and its phases."""

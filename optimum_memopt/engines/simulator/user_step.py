@@ -1,6 +1,7 @@
 """Runs any step of a user's on tensors without data, as plain PyTorch would on a device that need not be present."""
 
 import contextlib
+import itertools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from optimum_memopt.engines.torch_compat.trace_fixes import one_at_a_time
 from optimum_memopt.errors import MemOptError, line_of
 from optimum_memopt.generators import preserved_generators
 from optimum_memopt.memory.capacity import Capacity, capacity, capacity_of
+from optimum_memopt.memory.optimizers import state_tensors
 from optimum_memopt.memory.peak_monitor import held_bytes
 
 
@@ -158,14 +160,8 @@ class Simulator:
 def _batch_and_states(held: object) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Returns the tensors and the optimizer states that exist before the step."""
     objects = list(fake_tensors.reachable(held))
-    states = (
-        value
-        for optimizer in objects
-        if isinstance(optimizer, torch.optim.Optimizer)
-        for state in optimizer.state.values()
-        for value in state.values()
-        if isinstance(value, torch.Tensor)
-    )
+    optimizers = (found for found in objects if isinstance(found, torch.optim.Optimizer))
+    states = itertools.chain.from_iterable(map(state_tensors, optimizers))
     # Without real tensors, whose values are tracked.
     batch = {
         f"tensor {place}": found

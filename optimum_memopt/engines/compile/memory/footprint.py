@@ -29,7 +29,7 @@ from optimum_memopt.engines.simulator.devices import Device, device_at
 from optimum_memopt.engines.simulator.events import StepEvents, Storage, bytes_by_category, groups, held_during
 from optimum_memopt.engines.torch_compat import dynamo, fully_shard, zero3
 from optimum_memopt.memory.capacity import capacity, capacity_of, host_available
-from optimum_memopt.memory.optimizers import DEFAULT, Optimizer, PlannedOptimizer, planned_like
+from optimum_memopt.memory.optimizers import DEFAULT, Optimizer, PlannedOptimizer, planned_like, state_tensors
 from optimum_memopt.memory.peak_monitor import MIB, held_bytes
 from optimum_memopt.sizes import Budget
 
@@ -241,9 +241,8 @@ def state_sizes(optimizer: Optimizer | None, parameters: Sequence[torch.Tensor])
     create (AdamW's for unknown classes). Wrapped optimizers (accelerate's) expose their own states."""
     if optimizer is None or isinstance(optimizer, PlannedOptimizer) or not optimizer.state:
         return planned_like(optimizer).state_sizes(parameters)
-    states = (value for state in optimizer.state.values() for value in state.values())
     # Each parameter's step count is a scalar, and left out.
-    tensors = {id(value): value for value in states if isinstance(value, torch.Tensor) and value.dim()}
+    tensors = {id(value): value for value in state_tensors(optimizer) if value.dim()}
     return [fully_shard.local(tensor).nbytes for tensor in tensors.values()]
 
 
