@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import optimum_memopt
 from optimum_memopt import MemOptError
 from optimum_memopt.engines.api.predictions import GRADIENTS, OPTIMIZER, OUTPUTS
-from optimum_memopt.engines.shared.registry import factory
+from optimum_memopt.engines.simulator import simulated
 from optimum_memopt.engines.torch_compat import kernels
 
 # Scalars, such as step counts and the loss, and generator states.
@@ -98,7 +98,7 @@ def measured(step: Callable[..., Any], *args: Any) -> int:
 
 
 def predicted(step: Callable[..., Any], *args: Any) -> int:
-    with factory("compile").simulator(None) as simulator:
+    with simulated(None) as simulator:
         copied = simulator.copy((step, args))
         found = simulator.run(lambda: copied[0](*copied[1]), copied)
     return found.peak - found.given
