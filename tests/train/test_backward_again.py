@@ -137,3 +137,43 @@ def test_what_only_unread_outputs_depend_on_has_no_gradient(unit):
         assert {name for name, gradient in gradients.items() if gradient is None} == unread
         assert all(torch.equal(gradients[name], expected[name]) for name in expected.keys() - unread)
     engine.detach()
+
+
+class TwoHeads(torch.nn.Module):
+    """Layers with two heads, each with a loss of its own."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = torch.nn.ModuleList(
+            torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.GELU(), torch.nn.Linear(16, 8)) for _ in range(4)
+        )
+        self.heads = torch.nn.ModuleList(torch.nn.Linear(8, 3) for _ in range(2))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + layer(x)
+        return [head(x).square().mean() for head in self.heads]
+
+
+def one_after_the_other(losses, shared):
+    for loss in reversed(losses):
+        loss.backward(retain_graph=True)
+
+
+def weighted_by_norms(losses, shared):
+    """Weight each loss by the norm of its gradient, as GradNorm does (https://arxiv.org/abs/1711.02257)."""
+    norms = [torch.autograd.grad(loss, shared, retain_graph=True)[0].norm() for loss in losses]
+    sum(loss / norm for loss, norm in zip(losses, norms, strict=True)).backward()
+
+
+@pytest.mark.parametrize("unit", ["model", "layer"])
+@pytest.mark.parametrize("plan", PLANS[:2], ids=str)
+@pytest.mark.parametrize("backward", [one_after_the_other, weighted_by_norms])
+def test_a_backward_of_one_loss_leaves_nothing_for_the_next(backward, plan, unit):
+    ours, x = TwoHeads(), torch.randn(5, 8)
+    plain = copy.deepcopy(ours)
+    optimize(ours, **ENGINE, **plan, memory_opt_unit=unit)
+    for model in (ours, plain):
+        backward(model(x), model.layers[-1][2].weight)
+    torch.testing.assert_close(gradients(ours), gradients(plain), rtol=1e-5, atol=1e-7)

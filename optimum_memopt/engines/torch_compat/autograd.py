@@ -172,22 +172,25 @@ def drop_unread_gradients(
         # `set_materialize_grads` of an `autograd.Function` (torch 2.13), which AOTAutograd leaves on.
         node.materialize_grads = False
 
-    def add_where_needed(given: Sequence[Any]) -> None:
-        # Only if needed: with a post hook, torch holds a backward's input gradients until it has finished.
+    # Of the running backward: whether each argument gets no gradient. The same node may run again, with other gradients.
+    unread: list[bool] = []
+    hooks: list[Any] = []
+
+    def note_unread(given: Sequence[Any]) -> None:
+        unread.clear()
         if all(each is not None for each in given):
             return
-        unread = [is_unread(place, given) for place, is_one in enumerate(is_tensor) if is_one]
-        if not any(unread):
-            return
+        unread.extend(is_unread(place, given) for place, is_one in enumerate(is_tensor) if is_one)
+        # Only if needed: with a post hook, torch holds a backward's input gradients until it has finished.
+        if any(unread) and not hooks:
+            hooks.append(current_node().register_hook(dropped))
 
-        def dropped(gradients: Sequence[Any], _: Sequence[Any]) -> tuple[Any, ...] | None:
-            if len(gradients) != len(unread):
-                return None
-            return tuple(None if is_one else each for each, is_one in zip(gradients, unread, strict=True))
+    def dropped(gradients: Sequence[Any], _: Sequence[Any]) -> tuple[Any, ...] | None:
+        if not any(unread) or len(gradients) != len(unread):
+            return None
+        return tuple(None if is_one else each for each, is_one in zip(gradients, unread, strict=True))
 
-        current_node().register_hook(dropped)
-
-    node.register_prehook(add_where_needed)
+    node.register_prehook(note_unread)
 
 
 class Gradient(NamedTuple):
