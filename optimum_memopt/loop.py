@@ -71,19 +71,21 @@ def optimize(
     get_logger().info(f"engine {engine.name} ({engine.reason})")
     _wrap_forwards(model, engine, resolved.options)
     if optimizer is not None:
-        _check_first_step(optimizer, engine)
+        _check_first_step(optimizer, engine, model)
     return engine
 
 
-def _check_first_step(optimizer: torch.optim.Optimizer, engine: Engine) -> None:
-    """Check, before the optimizer's first step with a gradient, that the engine has run."""
-    held = weakref.ref(engine)
+def _check_first_step(optimizer: torch.optim.Optimizer, engine: Engine, model: torch.nn.Module) -> None:
+    """Check, before the optimizer's first step with a gradient of the model, that the engine has run. The optimizer
+    may also train other models."""
+    held, of_model = weakref.ref(engine), weakref.ref(model)
     is_checked = False
 
     # The hook does not remove itself: torch iterates over the hooks, and raises if their number changes meanwhile.
     def check(stepping: torch.optim.Optimizer, *_: Any) -> None:
         nonlocal is_checked
-        if is_checked or all(each.grad is None for group in stepping.param_groups for each in group["params"]):
+        own = of_model()
+        if is_checked or own is None or all(each.grad is None for each in own.parameters()):
             return
         is_checked = True
         if (attached := held()) is not None:

@@ -1,6 +1,7 @@
 """Private names of torch: modules and their hooks, tensors, the running backward, the process group."""
 
 import importlib
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -32,6 +33,16 @@ def is_in_function_transform() -> bool:
     """True within a transform of `torch.func` (`grad`, `vmap`, `jvp`), whose tensors have no storage that a compiled
     graph could read (torch 2.13)."""
     return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def mode_without_compiler() -> str:
+    """Returns the class name of an active `TorchDispatchMode` within which dynamo compiles nothing; empty if there is
+    none (`torch/_dynamo/convert_frame.py`, torch 2.9 to 2.15)."""
+    for mode in _python_dispatch._get_current_dispatch_mode_stack():
+        # The second method is new in torch 2.11.
+        if not mode.is_infra_mode() and not getattr(mode, "ignore_compile_internals", bool)():
+            return type(mode).__name__.lstrip("_")
+    return ""
 
 
 def own_parameters(module: torch.nn.Module) -> dict[str, torch.nn.Parameter | None]:
@@ -159,6 +170,12 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     elif isinstance(value, Mapping | list | tuple):
         for inner in value.values() if isinstance(value, Mapping) else value:
             yield from tensors_in(inner)
+
+
+def class_forward(module: torch.nn.Module) -> Any:
+    """Returns the forward of a module's class, undecorated by the descriptor of a TorchScript module's, which fails on
+    the class (`_CachedForward` in `torch/jit/_script.py`, torch 2.13)."""
+    return inspect.getattr_static(type(module), "forward", None)
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -1,10 +1,13 @@
 import contextlib
+import copy
 import gc
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from torch import fx
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import Trainer, TrainingArguments
 
 from optimum_memopt import MemOptTrainer, MemOptTrainingArguments, PlanStatsCallback, optimize
@@ -101,6 +104,75 @@ def test_a_forward_that_is_replaced_behind_the_engine_is_said(name: str, plan: d
                 optimizer.step()
         assert sum("was replaced after" in line for line in lines) == (not plan and not calls)
         engine.detach()
+
+
+@pytest.mark.parametrize("plan", [{"memory_opt_level": 1}, {"memory_opt_budget": "3GiB"}], ids=str)
+def test_a_first_step_under_a_dispatch_mode_runs_in_plain_pytorch(plan: dict[str, Any]) -> None:
+    """Torch compiles nothing while operations are counted; the first step without that has the plan."""
+    ours, plain, batch = CASE.build("eager"), CASE.build("eager"), CASE.batch()
+    engine = optimize(ours, **plan, **OPTIONS["compile"])
+    with log_lines() as lines:
+        for _ in range(2):
+            with FlopCounterMode(display=False):
+                assert_bitwise_same_step(ours, plain, batch)
+        assert engine.plans() is None
+        assert_bitwise_same_step(ours, plain, batch)
+    assert sum("under FlopCounterMode run in plain PyTorch" in line for line in lines) == 1
+    assert engine.plans().plans and not any("NOT under a plan" in line for line in lines)
+    engine.detach()
+
+
+def test_an_optimizer_of_several_models_may_train_one_of_them_first() -> None:
+    models = [CASE.build("eager").train() for _ in range(2)]
+    optimizer = torch.optim.SGD([each for model in models for each in model.parameters()], lr=0.1)
+    for model in models:
+        optimize(model, optimizer=optimizer, memory_opt_level=1, **OPTIONS["compile"])
+    for trained in (models[:1], models):
+        for model in trained:
+            model(**CASE.batch()).loss.backward()
+        optimizer.step()
+
+
+class Scripted(torch.nn.Module):
+    """A residual layer, whose activation may be TorchScript."""
+
+    def __init__(self, activation: torch.nn.Module) -> None:
+        super().__init__()
+        self.linear, self.activation = torch.nn.Linear(8, 8), activation
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.activation(self.linear(x))
+
+
+def test_modules_of_torchscript_inside_a_model() -> None:
+    """A model may have them; it must not be one."""
+    torch.manual_seed(0)
+    ours = torch.nn.Sequential(*(Scripted(torch.jit.script(torch.nn.GELU())) for _ in range(4)))
+    plain = torch.nn.Sequential(*(Scripted(torch.nn.GELU()) for _ in range(4)))
+    plain.load_state_dict(ours.state_dict())
+    optimize(ours, memory_opt_level=1, **OPTIONS["compile"])
+    x = torch.randn(3, 8)
+    for model in (ours, plain):
+        model(x).square().mean().backward()
+    for one, other in zip(ours.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad)
+    with pytest.raises(MemOptError, match="does not support TorchScript models, .*pass the module that torch.jit"):
+        optimize(torch.jit.script(Scripted(torch.nn.GELU())), **OPTIONS["compile"])
+
+
+@pytest.mark.parametrize("plan", [{}, {"memory_opt_level": 1}], ids=str)
+def test_a_batched_backward(plan: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    ours = torch.nn.Sequential(*(Scripted(torch.nn.GELU()) for _ in range(4)))
+    plain, x = copy.deepcopy(ours), torch.randn(3, 8)
+    optimize(ours, **plan, **OPTIONS["compile"])
+    vectors = torch.randn(5, 3, 8)
+    found, expected = (
+        torch.autograd.grad(model(x), list(model.parameters()), vectors, is_grads_batched=True)
+        for model in (ours, plain)
+    )
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)
 
 
 def test_hooks_of_an_optimizer_run_beside_the_engines() -> None:

@@ -15,6 +15,7 @@ import torch
 
 from optimum_memopt import copies
 from optimum_memopt.compat.torch import (
+    class_forward,
     give_compiled_calls,
     has_hook_since,
     hooks_around_call,
@@ -153,7 +154,7 @@ class ForwardState:
         parameter = next(model.parameters(), None)
         modules = tuple(torch.nn.ModuleList([model, *others]).modules()) if with_buffers else ()
         hooks = (hook for module in modules for of_kind in hooks_around_call(module) for hook in of_kind.values())
-        forwards = dict.fromkeys(type(module).forward for module in modules)
+        forwards = dict.fromkeys(filter(inspect.isfunction, map(class_forward, modules)))
         return cls(
             GeneratorStates.of(parameter.device if parameter is not None else None),
             tuple(

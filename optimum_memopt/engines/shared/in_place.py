@@ -72,7 +72,7 @@ class InPlaceEngine(Engine):
     def __init__(self, selection: Selection | None = None) -> None:
         self._last_attached: Attached | None = None
         self._is_attached = False
-        self._was_called = self._was_transformed = False
+        self._was_called = self._was_plain = False
         self.apply(selection or Selection())
 
     @property
@@ -139,7 +139,7 @@ class InPlaceEngine(Engine):
     def check_used(self) -> None:
         # TRL's trainers with a fused head and loss (`DistillationTrainer`, `GRPOTrainer` with Liger Kernel) call the
         # model below the head (TRL 1.16, `_ForwardRedirection`).
-        if self._was_called or self._was_transformed or not self._is_attached:
+        if self._was_called or self._was_plain or not self._is_attached:
             return
         name, asked = type(self._model).__name__, self._selection.name
         missing = f"{asked} cannot apply" if asked else "there is no plan table"
@@ -157,8 +157,8 @@ class InPlaceEngine(Engine):
         get_logger().warning(f"{unused}; {instead}")
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
-        if is_in_function_transform():
-            self._say_transformed()
+        if around := "torch.func (grad, vmap, jvp)" if is_in_function_transform() else self._mode_around():
+            self._say_plain(around)
             return self._attached.training_forward.plain_forward(*args, **kwargs)
         if not self._was_called:
             self._was_called = True
@@ -170,12 +170,16 @@ class InPlaceEngine(Engine):
             self._replace_checkpointing()
         return self._train_forward(*args, **kwargs)
 
-    def _say_transformed(self) -> None:
-        if not self._was_transformed:
-            self._was_transformed = True
+    def _mode_around(self) -> str:
+        """Returns what is active around a forward and keeps the engine from running it; empty if nothing does."""
+        return ""
+
+    def _say_plain(self, around: str) -> None:
+        if not self._was_plain:
+            self._was_plain = True
             get_logger().warning(
-                f"forwards of {type(self._model).__name__} under torch.func (grad, vmap, jvp) run in plain PyTorch, "
-                "outside the plan and the prediction"
+                f"forwards of {type(self._model).__name__} under {around} run in plain PyTorch, outside the plan and "
+                "the prediction"
             )
 
     def _replace_checkpointing(self) -> None:

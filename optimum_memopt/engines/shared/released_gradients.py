@@ -157,7 +157,7 @@ class ReleasedGradients:
             undo.callback(each.register_post_accumulate_grad_hook(note).remove)
         undo.callback(optimizer.register_step_pre_hook(finish).remove)
         undo.enter_context(clipping_watched(weak_method(self._warn_of_clipping)))
-        self._has_warned = False
+        self._has_warned = self._is_asked = False
         self._stop = weakref.finalize(self, undo.close)
         self._stop.atexit = False
         get_logger().info(
@@ -176,7 +176,12 @@ class ReleasedGradients:
             norm_of_others: returns the norm of the gradients that are not released.
         """
         self._release_all()
-        others = torch.as_tensor(norm_of_others())
+        # Trainer computes this norm by clipping to infinity.
+        self._is_asked = True
+        try:
+            others = torch.as_tensor(norm_of_others())
+        finally:
+            self._is_asked = False
         norms = [norm.to(others.device, torch.float32) for norm in (*(self._norms or ()), others)]
         return torch.linalg.vector_norm(torch.stack(norms))
 
@@ -184,7 +189,7 @@ class ReleasedGradients:
         """Warn once of code that clips gradients after most of them were released."""
         left = {id(each.grad) for unit in self._begun for each in unit.complete}
         is_own = not gradients or any(id(each) in left for each in gradients)
-        if is_own and self._stepped and not self._has_warned:
+        if is_own and self._stepped and not (self._has_warned or self._is_asked):
             self._has_warned = True
             get_logger().warning(
                 f"clip_grad_norm_ does not clip the gradients that {FLAG} has released: their parameters were stepped "

@@ -172,7 +172,7 @@ def drop_unread_gradients(
         # `set_materialize_grads` of an `autograd.Function` (torch 2.13), which AOTAutograd leaves on.
         node.materialize_grads = False
 
-    # Of the running backward: whether each argument gets no gradient. The same node may run again, with other gradients.
+    # Whether each argument gets no gradient in the running backward; the node may run again, with other gradients.
     unread: list[bool] = []
     hooks: list[Any] = []
 

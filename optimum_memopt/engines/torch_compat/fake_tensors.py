@@ -30,7 +30,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
-from optimum_memopt.compat.torch import tensors_in
+from optimum_memopt.compat.torch import class_forward, tensors_in
 from optimum_memopt.engines.shared.forward_patch import Attribute
 from optimum_memopt.engines.shared.function_state import variables_around
 from optimum_memopt.engines.torch_compat.function_caches import clean_caches
@@ -398,7 +398,7 @@ def attribute_set_by(run: Callable[[], Any], layer: torch.nn.Module) -> tuple[An
     the layers is traced before their forwards really run.
     """
     containers = [container for module in layer.modules() for container in Attribute.containers_of(module)]
-    around = list(_containers_around({type(module).forward for module in layer.modules()}))
+    around = list(_containers_around(set(filter(inspect.isfunction, map(class_forward, layer.modules())))))
     places = [held for module in layer.modules() for held in (vars(module), module._buffers)]
     before = list(map(dict, places))
     results = run()

@@ -13,7 +13,9 @@ OTHER_PLAN = (
     "rank 1 trains with a different setup than rank 0: --memory_opt_budget: None on rank 0, 90% on rank 1; "
     "--memory_opt_level: 1 on rank 0, 0 on rank 1"
 )
-TENSOR_PARALLEL = "the compile engine does not support tensor parallelism: a layer computes with a shard of its parameters"
+TENSOR_PARALLEL = (
+    "the compile engine does not support tensor parallelism: a layer computes with a shard of its parameters"
+)
 
 
 @pytest.mark.nightly

@@ -8,6 +8,7 @@ import torch
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from optimum_memopt.compat.accelerate import fsdp_version, parallelisms
+from optimum_memopt.compat.torch import class_forward
 from optimum_memopt.engines.compile.capture.forward_call import ForwardArgs
 from optimum_memopt.engines.compile.capture.traced_forward import TracedCall, TracedForward, no_training_graph
 from optimum_memopt.engines.compile.capture.traced_graph import Choose, ForwardProgress, GraphChoices, TraceSpec
@@ -32,14 +33,19 @@ def check_model(model: torch.nn.Module) -> None:
     """Refuse models that the engine cannot train under a plan.
 
     Raises:
-        UnsupportedModelError: no parameters, a module returned by `torch.compile`, DataParallel, FSDP 1, tensor
-            parallelism, FSDP2 shards offloaded to the host, Unsloth's forwards.
+        UnsupportedModelError: no parameters, a module returned by `torch.compile`, TorchScript, DataParallel, FSDP 1,
+            tensor parallelism, FSDP2 shards offloaded to the host, Unsloth's forwards.
     """
     in_place.check_parameters(model)
     if dynamo.is_compiled(model):
         raise UnsupportedModelError(
             "the compile engine does not support torch.compile(model): it traces the model's own operators",
             "pass the model itself, which the engine compiles",
+        )
+    if isinstance(model, torch.jit.ScriptModule):
+        raise UnsupportedModelError(
+            "the compile engine does not support TorchScript models, whose forward torch does not trace",
+            "pass the module that torch.jit was called with",
         )
     if isinstance(model, torch.nn.DataParallel):
         raise UnsupportedModelError(
@@ -70,7 +76,7 @@ def check_model(model: torch.nn.Module) -> None:
 
 def _is_unsloths(module: torch.nn.Module) -> bool:
     """True if Unsloth has replaced the forward of a module or of its class (`unsloth/models/llama.py`)."""
-    names = (getattr(each, "__module__", None) or "" for each in (module.forward, type(module).forward))
+    names = (getattr(each, "__module__", None) or "" for each in (module.forward, class_forward(module)))
     return any(name.partition(".")[0].startswith("unsloth") for name in names)
 
 

@@ -11,7 +11,7 @@ import torch
 from transformers.trainer_pt_utils import LabelSmoother
 
 from optimum_memopt.compat import bitsandbytes
-from optimum_memopt.compat.torch import current_autocast, tensors_in, world_size
+from optimum_memopt.compat.torch import current_autocast, mode_without_compiler, tensors_in, world_size
 from optimum_memopt.engines.api.predictions import Frontier, StepTimeline
 from optimum_memopt.engines.api.run import ALONE, HeldUntil, LargestBatch, Run, Selection
 from optimum_memopt.engines.compile.capture.backend import check_compiler, default_compiler
@@ -261,6 +261,10 @@ class CompileEngine(in_place.InPlaceEngine):
         if keeps != self._keeps_freed:
             self._keeps_freed = keeps
             (process.keep_freed_memory if keeps else process.keep_no_more)()
+
+    def _mode_around(self) -> str:
+        # Compiled code runs within any mode, but is not compiled within one.
+        return "" if self._planned is not None and self._planned.table is not None else mode_without_compiler()
 
     def _train_forward(self, *args: Any, **kwargs: Any) -> Any:
         if not self._has_gradients(args, kwargs):

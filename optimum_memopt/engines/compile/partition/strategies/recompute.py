@@ -31,7 +31,10 @@ def _after(source: torch.Tensor, computed: list[torch.Tensor]) -> torch.Tensor:
     return source
 
 
-torch.library.impl(f"{LIBRARY}::after", "CompositeExplicitAutograd", _after)
+# In a batched backward (`torch.autograd.grad(…, is_grads_batched=True)`, `torch.func.vmap`) the source keeps its batch
+# dimension.
+for _key in ("CompositeExplicitAutograd", "Batched", "FuncTorchBatched"):
+    torch.library.impl(f"{LIBRARY}::after", _key, _after)
 torch.library.register_fake(f"{LIBRARY}::after", _after)
 
 
