@@ -92,3 +92,38 @@ def test_numbers_are_those_of_plain_pytorch(draw: str, plan: str) -> None:
     assert model.python.getstate() == plain.python.getstate()
     assert model.numpy.bit_generator.state == plain.numpy.bit_generator.state
     assert torch.equal(model.torch.get_state(), plain.torch.get_state())
+
+
+# Generators of a script, one of each library.
+OF_SCRIPT = {"python": random.Random(), "numpy": numpy.random.default_rng(), "torch": torch.Generator()}
+
+
+class NoisyLayer(torch.nn.Module):
+    """Draws from a generator in a global variable, within a layer."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.block, self.name = Block(), name
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.name == "torch":
+            return self.block(x) * torch.rand(x.shape, generator=OF_SCRIPT["torch"])
+        return self.block(x) * OF_SCRIPT[self.name].random()
+
+
+@pytest.mark.parametrize("plan", [{}, {"memory_opt_level": 1}], ids=str)
+@pytest.mark.parametrize("name", OF_SCRIPT)
+def test_a_generator_of_the_script_draws_once(name: str, plan: dict[str, int]) -> None:
+    """Also if a forward that is traced by layers fails, and runs again as one graph."""
+    torch.manual_seed(0)
+    ours = torch.nn.Sequential(*(NoisyLayer(name) for _ in range(4)))
+    plain, x = copy.deepcopy(ours), torch.randn(3, WIDTH)
+    optimize(ours, memory_opt_engine="compile", memory_opt_compiler="aot_eager", **plan)
+    found = []
+    for model in (plain, ours):
+        OF_SCRIPT["torch"].manual_seed(0)
+        OF_SCRIPT["python"].seed(0)
+        OF_SCRIPT["numpy"].bit_generator.state = numpy.random.default_rng(0).bit_generator.state
+        losses = [model(x).square().mean() for _ in range(STEPS)]
+        found.append([loss.item() for loss in losses])
+    assert found[0] == pytest.approx(found[1], rel=1e-6)

@@ -1,6 +1,9 @@
 """Patches of other packages state their requirements and what is lost without them."""
 
 import dataclasses
+import random
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -59,3 +62,14 @@ def test_ranks_that_share_parameters_are_refused_where_their_code_is_another(mon
     with pytest.raises(UnsupportedModelError, match=r"no plan under FSDP2: torch .* without fsdp_params.*torch 2\.9"):
         releases.check_for_ranks(model, by_zero3=False)
     releases.check_for_ranks(torch.nn.Linear(2, 2), by_zero3=False)
+
+
+def test_a_module_that_draws_while_it_is_imported_draws_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "drawing.py").write_text("import random\nvalue = random.random()\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    before = random.getstate()
+    assert not Name("drawing", "value").problem()
+    assert random.getstate() == before
+    sys.modules.pop("drawing")

@@ -8,7 +8,8 @@ saved before the first run, and restored before the next:
 - attributes of a method's object, and of objects among those variables, if they belong to the function's own package;
 - attributes of their classes, and the state held by the methods of these classes;
 - the same for functions of its module that it calls, and for functions wrapped by `functools.partial`;
-- contents of the lists, dicts and sets among all these, and the numbers of small tensors and arrays.
+- contents of the lists, dicts and sets among all these, the numbers of small tensors and arrays, and the states of
+  random generators.
 
 Functions of training libraries are left out, since these handle repeated calls. An iterator cannot be restored.
 """
@@ -28,6 +29,8 @@ from typing import Any
 
 import numpy as np
 import torch
+
+from optimum_memopt.generators import set_state, state_of
 
 # Attributes that every module has for torch's own bookkeeping, except `training`.
 MODULE_FIELDS = frozenset(vars(torch.nn.Module())) - {"training"}
@@ -114,6 +117,7 @@ class FunctionState:
         containers: lists, dicts and sets, each with a shallow copy.
         arrays: tensors, NumPy arrays and other arrays, each with a copy.
         contexts: context variables with their original values.
+        generators: random generators, each with its state.
     """
 
     variables: tuple[_Variable, ...] = ()
@@ -121,6 +125,7 @@ class FunctionState:
     containers: tuple[tuple[Any, Any], ...] = ()
     arrays: tuple[tuple[Any, Any], ...] = ()
     contexts: tuple[tuple[ContextVar[Any], Any], ...] = ()
+    generators: tuple[tuple[Any, Any], ...] = ()
 
     @classmethod
     def of(cls, functions: Iterable[Callable[..., Any]], modules: Iterable[torch.nn.Module] = ()) -> "FunctionState":
@@ -136,6 +141,7 @@ class FunctionState:
             tuple(walk.containers),
             tuple(walk.arrays),
             tuple(walk.contexts),
+            tuple(walk.generators),
         )
 
     def restore(self) -> None:
@@ -152,6 +158,8 @@ class FunctionState:
                 held[... if isinstance(held, np.ndarray) else slice(None)] = values
         for context, value in self.contexts:
             context.set(value)
+        for generator, state in self.generators:
+            set_state(generator, state)
 
 
 class _Walk:
@@ -163,6 +171,7 @@ class _Walk:
         self.containers: list[tuple[Any, Any]] = []
         self.arrays: list[tuple[Any, Any]] = []
         self.contexts: list[tuple[ContextVar[Any], Any]] = []
+        self.generators: list[tuple[Any, Any]] = []
         # Visited objects by id, held so that no id is reused.
         self._seen: dict[int, Any] = {}
 
@@ -223,6 +232,8 @@ class _Walk:
         if isinstance(value, ContextVar) and (held := value.get(None)) is not None:
             self.contexts.append((value, held))
             self._value(held, package, depth - 1)
+        if (state := state_of(value)) is not None:
+            self.generators.append((value, state))
         self._array(value)
         noted = list(containers_in(value, 0))
         self.containers.extend(noted)

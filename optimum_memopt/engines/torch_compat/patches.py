@@ -16,6 +16,7 @@ from typing import Any
 from packaging.version import Version
 
 from optimum_memopt.compat.installed import installed_version
+from optimum_memopt.generators import preserved_generators
 
 _MISSING = object()
 
@@ -52,9 +53,11 @@ class Name:
         return f"{place} without {', '.join(lacking)}" if lacking else ""
 
     def _find(self, name: str) -> Any:
+        # TRL imports rich, which draws from Python's random (15.0).
+        draws = contextlib.nullcontext() if self.module in sys.modules else preserved_generators()
         try:
             # DeepSpeed logs to the current stdout while it is imported.
-            with contextlib.redirect_stdout(sys.stderr):
+            with contextlib.redirect_stdout(sys.stderr), draws:
                 return pkgutil.resolve_name(f"{self.module}:{name}")
         except (ImportError, AttributeError):
             return _MISSING
