@@ -319,6 +319,12 @@ def recompile(guard: str) -> Recompile:
         (["self.sizes[0] == 1", "self.sizes[0] == 2"], "make self.sizes[0] a tensor"),
         (["___stack0 == 0.25", "___stack0 == 0.5"], "compute that number as a tensor"),
         (["x.size()[0] == 4", "x.size()[0] == 5"], "pad batches to fewer lengths"),
+        (
+            ["tensor 'x' rank mismatch. expected 2, actual 3", "tensor 'x' rank mismatch. expected 3, actual 2"],
+            "give tensors the same number of dimensions",
+        ),
+        (["len(self.seen) == 4", "len(self.seen) == 5"], "keep the number of entries of self.seen the same"),
+        (["self.mode is 1", "self.mode is 2"], "keep what it checks the same"),
     ],
 )
 def test_advice(guards: list[str], advice: str) -> None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import re
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import replace
@@ -99,12 +100,24 @@ def _described(recompile: Recompile) -> str:
     return recompile.guard if recompile.place is None else f"{recompile.guard}, at {recompile.place}"
 
 
+# A guard on the length of a container: `len(self.history) == 4`.
+_LENGTH = re.compile(r"len\((?P<name>[\w.\[\]'\"]+)\)")
+
+
 def _advice(guard: str) -> str:
     """Returns advice on how to keep a guard from failing."""
     if guard.startswith("len(") and RUN_AHEAD_CALL in guard:
         # A list with one entry per row, such as SmolVLM's image features.
         return "use batches with the same number of rows (dataloader_drop_last)"
-    return "pad batches to fewer lengths (pad_to_multiple_of)"
+    if "size mismatch" in guard or ".size()" in guard:
+        return "pad batches to fewer lengths (pad_to_multiple_of)"
+    if "rank mismatch" in guard:
+        return "give tensors the same number of dimensions in each step"
+    if "dtype mismatch" in guard:
+        return "give tensors the same dtype in each step"
+    if (found := _LENGTH.search(guard)) is not None:
+        return f"keep the number of entries of {found['name']} the same"
+    return "keep what it checks the same in each step"
 
 
 def _as_tensor(name: str) -> str:
@@ -447,8 +460,12 @@ class PlannedForward:
         graphs, producer = traced.graphs, self.planner.producer
         if self.table is not None:
             # All graphs that ran count: the new ones may be only those of layers, or only those around layers.
+            said = {line.partition(";")[0] for line in self._remarks}
             for remark in matched_in(producer, traced.ran).remarks:
-                self.traced.say(f"in the new graph: {remark}")
+                # What follows differs: the rows of the graphs so far.
+                if remark.partition(";")[0] not in said:
+                    self._remarks += (remark,)
+                    self.traced.say(f"in the new graph: {remark}")
             return
         resident = self.planner.limit.resident(self.traced.variants.held)
         earlier = self.traced.variants.held_after if self.planner.limit.reads_partitioned else -1
