@@ -177,3 +177,32 @@ def test_a_backward_of_one_loss_leaves_nothing_for_the_next(backward, plan, unit
     for model in (ours, plain):
         backward(model(x), model.layers[-1][2].weight)
     torch.testing.assert_close(gradients(ours), gradients(plain), rtol=1e-5, atol=1e-7)
+
+
+class SumsOfWeights(torch.nn.Module):
+    """Pairs of parameters that are added to each other, and so have equal gradients."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        shapes = {"weight": (8, 8), "other_weight": (8, 8), "bias": (8,), "other_bias": (8,)}
+        for name, shape in shapes.items():
+            self.register_parameter(name, torch.nn.Parameter(torch.randn(shape)))
+
+    def forward(self, x):
+        x = torch.nn.functional.linear(x, self.weight + self.other_weight, self.bias + self.other_bias)
+        return x.tanh().square().sum()
+
+
+@pytest.mark.parametrize("compiler", nightly(["aot_eager", "inductor"], but=["aot_eager"]))
+@pytest.mark.parametrize("plan", PLANS[:2], ids=str)
+def test_no_two_gradients_share_memory(plan, compiler):
+    """Code that changes gradients in place, such as clipping, changes each of them once."""
+    ours, plain, x = SumsOfWeights(), SumsOfWeights(), torch.randn(5, 8)
+    optimize(ours, memory_opt_engine="compile", memory_opt_compiler=compiler, **plan)
+    for model in (ours, plain):
+        for _ in range(2):
+            model(x).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    assert len({each.grad.untyped_storage().data_ptr() for each in ours.parameters()}) == 4
+    torch.testing.assert_close(gradients(ours), gradients(plain))

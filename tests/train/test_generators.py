@@ -1,6 +1,7 @@
 """Random numbers in a forward are plain PyTorch's, for any generator and however often the forward runs."""
 
 import copy
+import functools
 import random
 from collections.abc import Callable
 from typing import Any
@@ -127,3 +128,31 @@ def test_a_generator_of_the_script_draws_once(name: str, plan: dict[str, int]) -
         losses = [model(x).square().mean() for _ in range(STEPS)]
         found.append([loss.item() for loss in losses])
     assert found[0] == pytest.approx(found[1], rel=1e-6)
+
+
+class Branching(torch.nn.Module):
+    """Drops more or less, by the sign of a sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x)
+        more, less = (functools.partial(torch.nn.functional.dropout, p=p) for p in (0.5, 0.3))
+        return x + torch.cond(y.sum() > 0, lambda z: more(z), lambda z: less(z), (y,)).tanh()
+
+
+@pytest.mark.parametrize("unit", ["layer", "model"])
+def test_a_branch_that_draws_is_not_recomputed(unit: str) -> None:
+    torch.manual_seed(0)
+    ours = torch.nn.Sequential(*(Branching() for _ in range(4)))
+    plain, x = copy.deepcopy(ours), torch.randn(3, WIDTH)
+    optimize(
+        ours, memory_opt_engine="compile", memory_opt_compiler="aot_eager", memory_opt_level=1, memory_opt_unit=unit
+    )
+    for model in (plain, ours):
+        torch.manual_seed(1)
+        model(x).square().mean().backward()
+    for one, other in zip(ours.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad)

@@ -57,10 +57,22 @@ def is_random(node: fx.Node) -> bool:
 
     Attention has the tag even if its dropout probability is 0 and it draws nothing. inductor draws the seeds of all
     dropouts at once (`torch/_inductor/inductor_prims.py`); looking up one counts too, so that each mask's seed is
-    saved by itself.
+    saved by itself. A higher-order operator (`torch.cond`) has no tag, and draws if one of its graphs does.
     """
+    if isinstance(node.target, torch._ops.HigherOrderOperator):
+        return any(is_random(inner) for graph in _graphs_of(node) for inner in graph.nodes)
     is_tagged = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
     return getattr(node.target, "_opname", "") == "inductor_lookup_seed" or (is_tagged and not _drops_nothing(node))
+
+
+def _graphs_of(node: fx.Node) -> Iterator[fx.Graph]:
+    """Yields the graphs among the arguments of a higher-order operator."""
+    owner = node.graph.owning_module
+    for read in node.all_input_nodes:
+        if read.op == "get_attr" and owner is not None:
+            module = getattr(owner, str(read.target), None)
+            if isinstance(module, fx.GraphModule):
+                yield module.graph
 
 
 def remove_dead_code(graph: fx.Graph, draws: Callable[[fx.Node], bool]) -> None:

@@ -186,6 +186,7 @@ def analyze(
     joint = JointGraph(module, num_fwd_outputs)
     fx_graph.remove_copies(module.graph, [*map(root, joint.forward_outputs), *filter(is_state_copy, joint.forward)])
     eliminate_duplicates(JointGraph(module, num_fwd_outputs))
+    separate_gradients(JointGraph(module, num_fwd_outputs))
     if gradients is not None:
         gradients.leave_out(module.graph)
     if accumulation is not None:
@@ -241,6 +242,29 @@ def analyze(
         return graph
     saved = {activation.root for activation in activations} | layer_boundaries(graph)
     return replace(graph, inlined=inlined(joint, sizes, saved))
+
+
+def separate_gradients(joint: JointGraph) -> None:
+    """Copy gradients that share memory with an earlier one, such as those of two biases that are added to each other.
+    Invalidates everything that was read from the graph before.
+
+    Autograd takes over a gradient that nothing else refers to: two views of one tensor would become the gradients of
+    two parameters, and clipping them in place would scale both twice, as it does with inductor (torch 2.13). One
+    tensor that is returned twice is copied by autograd.
+    """
+    outputs, first = list(joint.outputs), joint.num_fwd_outputs
+    returned: set[fx.Node] = set()
+    roots: set[fx.Node] = set()
+    for place, node in enumerate(outputs[first:], first):
+        if not isinstance(node, fx.Node) or not is_tensor(node):
+            continue
+        if root(node) in roots and (node not in returned or is_view(node)):
+            with joint.module.graph.inserting_before(joint.module.graph.output_node()):
+                outputs[place] = joint.module.graph.call_function(torch.ops.aten.clone.default, (node,))
+            outputs[place].meta = {**node.meta, "val": tensor_value(node).clone()}
+        returned.add(node)
+        roots.add(root(node))
+    joint.module.graph.output_node().args = (tuple(outputs),)
 
 
 def eliminate_duplicates(joint: JointGraph) -> None:
