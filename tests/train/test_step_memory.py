@@ -1,7 +1,7 @@
 """Predicted step memory against torch's allocator, for every byte that a step allocates and frees."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 from allocations import allocated
 from torch._dynamo.utils import counters
 
+from optimum_memopt import optimize
 from optimum_memopt.engines.compile.memory.footprint import Footprint, state_sizes, step_bytes
 from optimum_memopt.engines.compile.memory.inductor_programs import _StorageTracker
 from optimum_memopt.engines.compile.train.engine import CompileEngine
@@ -274,3 +275,39 @@ def test_a_scalar_that_a_kernel_is_given_is_some_number() -> None:
     for key, size in tracker.log:
         sizes[key] = size
     assert not any(sizes.values())
+
+
+class SavedAsViews(torch.nn.Module):
+    """A linear layer whose result the backward reads as several views."""
+
+    def __init__(self, width: int, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.linear, self.function = torch.nn.Linear(64, width), function
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": self.function(self.linear(x)).square().sum()}
+
+
+def attention(x: torch.Tensor) -> torch.Tensor:
+    query, key, value = x.chunk(3, -1)
+    return (query @ key.transpose(1, 2)).softmax(-1) @ value
+
+
+def gram(x: torch.Tensor) -> torch.Tensor:
+    rows = x.flatten(0, 1)
+    return rows.T @ rows
+
+
+@pytest.mark.parametrize(("width", "function"), [(192, attention), (64, gram)])
+def test_a_storage_is_held_until_its_last_view_is_read(width: int, function: Callable[..., torch.Tensor]) -> None:
+    model, x = SavedAsViews(width, function), torch.randn(8, 256, 64)
+    engine = optimize(model, memory_opt_engine="compile", memory_opt_compiler="aot_eager")
+
+    def step() -> None:
+        model.zero_grad(set_to_none=True)
+        model(x)["loss"].backward()
+
+    step()
+    model.zero_grad(set_to_none=True)
+    peak, _, _ = allocated(step)
+    assert engine.predictor.footprint().activations == pytest.approx(peak, abs=256)

@@ -164,7 +164,16 @@ def schedule(
     events = GraphEvents(
         forward=tuple(_events(forward.graph, sizes, (), storages.in_forward, lambda node: node.name, cuda, inlined)),
         backward=tuple(
-            _events(backward.graph, sizes, graphs.freed, storages.in_backward, graphs.name_in_backward, cuda, inlined)
+            _events(
+                backward.graph,
+                sizes,
+                graphs.freed,
+                storages.in_backward,
+                graphs.name_in_backward,
+                cuda,
+                inlined,
+                graphs.aliases,
+            )
         ),
         inputs=inputs,
         outputs=tuple((at, root(node).name if _is_tensor(node) else "") for at, node in graphs.returned),
@@ -261,6 +270,13 @@ class _Graphs:
         return [*self.tangents, *self.owned.values(), *inputs]
 
     @cached_property
+    def aliases(self) -> dict[fx.Node, fx.Node]:
+        """Returns for each saved tensor among the backward's placeholders the first one with the same storage."""
+        first: dict[str, fx.Node] = {}
+        saved = (node for node in self._backward_inputs if is_tensor(node) and node.name in self.saved)
+        return {node: first.setdefault(self.name_in_backward(node), node) for node in saved}
+
+    @cached_property
     def gradients(self) -> list[tuple[int | None, fx.Node | None]]:
         """Returns the backward's results, with the positions of the arguments that they are the gradients of."""
         return list(zip(fx_graph.gradient_positions(self.backward), _results(self.backward), strict=True))
@@ -292,7 +308,7 @@ class _Storages:
 
     def __init__(self, graphs: _Graphs, sizes: _Sizes, rows: Mapping[str, str]) -> None:
         self._saved, self._sizes, self._rows = graphs.saved_roots, sizes, rows
-        self._last_uses = _last_uses(graphs.backward, graphs.inlined)
+        self._last_uses = _last_uses(graphs.backward, graphs.inlined, {})
         allocated = (_allocations(node, graphs.inlined) for node in graphs.forward.nodes)
         self._of_forward = {node.name for nodes in allocated for node in nodes}
 
@@ -339,6 +355,7 @@ def _events(
     name_of: Callable[[fx.Node], str],
     cuda: Multiprocessors | None,
     inlined: Inlined,
+    aliases: Mapping[fx.Node, fx.Node] | None = None,
 ) -> Iterator[Event]:
     """Yields the events of a graph in its order; storages are freed after their last use, as in torch.fx's code.
 
@@ -347,8 +364,9 @@ def _events(
         owned: placeholders that are freed after their last use, since only the graph holds them.
         storage_of: returns the storage for a root, the kind of its operator and its layer.
         name_of: returns the name of a root's storage.
+        aliases: for placeholders, the one that stands for their storage.
     """
-    last_use = _last_uses(graph, inlined)
+    last_use = _last_uses(graph, inlined, aliases or {})
     freed: dict[fx.Node, list[fx.Node]] = {}
     for storage, node in last_use.items():
         if is_tensor(storage) and (storage.op != "placeholder" or storage in owned):
@@ -371,10 +389,10 @@ def _events(
         )
 
 
-def _last_uses(graph: fx.Graph, inlined: Inlined) -> dict[fx.Node, fx.Node]:
-    """Returns the last reader of each storage, by root."""
+def _last_uses(graph: fx.Graph, inlined: Inlined, aliases: Mapping[fx.Node, fx.Node]) -> dict[fx.Node, fx.Node]:
+    """Returns the last reader of each storage, by root; of placeholders that share a storage by the first one."""
     reads = ((inlined.root(read), node) for node in graph.nodes for read in node.all_input_nodes)
-    return {storage: node for storage, node in reads if storage is not None}
+    return {aliases.get(storage, storage): node for storage, node in reads if storage is not None}
 
 
 def _allocations(node: fx.Node, inlined: Inlined) -> list[fx.Node]:
