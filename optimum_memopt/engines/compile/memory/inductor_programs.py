@@ -6,6 +6,7 @@ if inductor loads the program from its cache. The program always exists: a Pytho
 calls kernels and deletes buffers, for any sizes.
 """
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -217,6 +218,8 @@ class _StorageTracker(TorchDispatchMode):
         self._cuda = multiprocessors_of(device)
         # Name and bytes by address; the address of a freed storage may be reused.
         self._alive: dict[int, tuple[Any, int]] = {}
+        # By name, the living inputs that are views of one storage; each is followed as a storage of its own.
+        self._views: Counter[Any] = Counter()
         self.log: list[tuple[Any, int]] = []
 
     def __torch_dispatch__(self, func: Any, classes: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -244,6 +247,7 @@ class _StorageTracker(TorchDispatchMode):
         for storage in fake_tensors.storages(tensor):
             if storage.address not in self._alive:
                 self._alive[storage.address] = name, size
+                self._views[name] += is_given
                 if size and not is_given:
                     self.log.append((name, size))
                 storage.on_release(self._release)
@@ -254,5 +258,6 @@ class _StorageTracker(TorchDispatchMode):
 
     def _release(self, address: int) -> None:
         name, size = self._alive.pop(address)
-        if size:
+        self._views[name] -= 1
+        if size and self._views[name] < 1:
             self.log.append((name, 0))
