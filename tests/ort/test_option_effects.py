@@ -46,7 +46,7 @@ class Counting(torch.nn.Module):
         self.linear, self.seen = torch.nn.Linear(4, 4), []
 
     def forward(self, x):
-        self.seen.append(len(x))
+        self.seen.append(x.dim())
         return self.linear(x).pow(2).mean()
 
 

@@ -161,7 +161,7 @@ def _sparse_cross_entropy() -> Iterator[None]:
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
         call = types.SimpleNamespace(**bound.arguments)
-        fits = call.input.dim() == 2 and call.target.dim() == 1 and len(call.input) == len(call.target)
+        fits = call.input.dim() == 2 and call.target.dim() == 1 and call.input.shape[0] == call.target.shape[0]
         if fits and call.reduction in ("mean", "sum") and call.size_average is None and call.reduce is None:
             call.input, call.target = _select_labelled_rows(call.input, call.target, call.ignore_index)
         return original(**vars(call))

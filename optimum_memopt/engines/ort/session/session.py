@@ -23,6 +23,7 @@ from optimum_memopt.engines.ort.graph_fixes import IndexCheck, as_index_error, m
 from optimum_memopt.engines.ort.options import OrtOptions, ignored_options, variables
 from optimum_memopt.engines.ort.session import graph_plans, module_with_loss
 from optimum_memopt.engines.ort.session.export_cache import cached_exports
+from optimum_memopt.engines.ort.traced_values import refuse_wrong_values
 from optimum_memopt.errors import MemOptError, excerpt, says_out_of_memory
 from optimum_memopt.logs import announced, get_logger
 from optimum_memopt.plans.table import PlanTable
@@ -114,9 +115,7 @@ class OrtSession:
         if self._options.ort_custom_autograd is False:
             options.enable_custom_autograd_function = False
         options.recompute_probe_config = "1:1" if self._selection.level else "1:0"
-        self.internals.patch_export(
-            self._during_forward, self._during_export, lambda: refuse_side_effects(self.internals.module)
-        )
+        self.internals.patch_export(self._during_forward, self._during_export, self._during_trace)
         self.internals.patch_run(
             build_graph=lambda original: functools.partial(self._build_graph, original),
             session_config=lambda original: functools.partial(self._session_config, original),
@@ -167,6 +166,12 @@ class OrtSession:
                 versions = torch.__version__, installed_version(DISTRIBUTIONS), installed_version(("optimum-memopt",))
                 dependencies = (*versions, *internals.symbolic_names(), *sorted(self._environment.items()))
                 stack.enter_context(cached_exports(Path(folder), tuple(map(str, dependencies))))
+            yield
+
+    @contextlib.contextmanager
+    def _during_trace(self) -> Iterator[None]:
+        module = self.internals.module
+        with refuse_wrong_values(module), refuse_side_effects(module):
             yield
 
     def _build_graph(self, original: Callable[[Any], None], configuration: Any) -> None:
