@@ -143,10 +143,17 @@ def test_a_graph_that_is_kept_is_recomputed_twice(segments: PlanFile) -> None:
 
 
 @pytest.mark.nightly
-def test_what_a_hook_has_changed_between_layers_is_saved(segments: PlanFile) -> None:
+@pytest.mark.parametrize("is_in_place", [False, True])
+def test_what_a_hook_has_changed_between_layers_is_saved(segments: PlanFile, is_in_place: bool) -> None:
+    def hook(module: torch.nn.Module, args: object, output: torch.Tensor) -> torch.Tensor | None:
+        if is_in_place:
+            output.mul_(1.5)
+            return None
+        return 1.5 * output
+
     model, batch = deep("llama"), ZOO["llama"].batch(8, 48)
     for layer in model.model.layers[::4]:
-        layer.register_forward_hook(lambda module, args, output: 1.5 * output)
+        layer.register_forward_hook(hook)
     plain = copy.deepcopy(model)
     engine = attached(model, Selection(plan=segments))
     assert_bitwise_same_step(model, plain, batch)

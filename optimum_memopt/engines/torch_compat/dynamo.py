@@ -41,9 +41,9 @@ from torch.utils import _pytree
 from torch.utils._pytree import tree_flatten, tree_map, tree_map_only, tree_unflatten
 
 from optimum_memopt.compat.bitsandbytes import is_4bit, states_of
-from optimum_memopt.compat.torch import backward_pass
+from optimum_memopt.compat.torch import backward_pass, tensors_in
 from optimum_memopt.engines.torch_compat import fx_graph
-from optimum_memopt.engines.torch_compat.fake_tensors import fake_copy, is_without_parts, with_attributes
+from optimum_memopt.engines.torch_compat.fake_tensors import fake_copy, is_without_parts, storages, with_attributes
 from optimum_memopt.engines.torch_compat.recompiles import (
     MEANT,
     RUN_AHEAD,
@@ -503,6 +503,11 @@ def holds_tangents() -> bool:
     """True if torch keeps the tangents of a compiled backward alive until it has finished; since 2.13 the backward
     takes ownership of them (`boxed_grads_call` in `torch/autograd/function.py`)."""
     return "boxed_grads_call" not in inspect.getsource(torch.autograd.function)
+
+
+def traced_storages(node: fx.Node) -> set[int]:
+    """Returns ids of the storages of a node's traced tensors, which views share."""
+    return {held.address for tensor in tensors_in(node.meta.get("example_value")) for held in storages(tensor)}
 
 
 def traced_value(node: fx.Node) -> Any:

@@ -17,7 +17,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import get_device_states, set_device_states
 
-from optimum_memopt.compat.torch import without_modes
+from optimum_memopt.compat.torch import without_modes, writes_to
 from optimum_memopt.engines.compile.capture.moved_state import SavedState, StateArgs
 from optimum_memopt.engines.compile.partition.choice import InputsPlan
 from optimum_memopt.engines.compile.partition.host_copies import offload, reload
@@ -66,6 +66,28 @@ class _View(NamedTuple):
 
     def of_value(self, value: torch.Tensor) -> torch.Tensor:
         return value.as_strided(self.shape, self.strides, value.storage_offset() + self.offset)
+
+
+class _Held(NamedTuple):
+    """A tensor that is held between forward and backward, with the number of writes to it so far."""
+
+    tensor: torch.Tensor
+    writes: int
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> "_Held":
+        return cls(tensor, writes_to(tensor))
+
+    def open(self) -> torch.Tensor:
+        """Returns the tensor. Raises RuntimeError if it was written to, as autograd does for tensors that it saves
+        without hooks (`torch/csrc/autograd/saved_variable.cpp`)."""
+        if writes_to(self.tensor) != self.writes:
+            shape = list(self.tensor.shape)
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"a tensor of shape {shape} was written to between a forward and its backward; write to a copy"
+            )
+        return self.tensor
 
 
 @dataclass(eq=False, kw_only=True)
@@ -123,7 +145,7 @@ class _Repeated:
 
     Attributes:
         run: the compiled graph.
-        args: its arguments; those that are not held as `_View`.
+        args: its arguments; those that are not held as `_View`, tensors other than parameters as `_Held`.
         gathered: returns a context in which the parameters among the arguments are gathered.
         random: generator states before the run; None if it draws nothing.
         results: results that are recomputed arguments of other runs, by their positions.
@@ -137,7 +159,14 @@ class _Repeated:
 
     def again(self) -> None:
         """Rerun, and set the values of `results`."""
-        args = [arg.of_value(arg.argument.get()) if isinstance(arg, _View) else arg for arg in self.args]
+        args = [
+            arg.of_value(arg.argument.get())
+            if isinstance(arg, _View)
+            else arg.open()
+            if isinstance(arg, _Held)
+            else arg
+            for arg in self.args
+        ]
         with self.gathered(), contextlib.nullcontext() if self.random is None else self.random.again():
             # Detached, so that autograd saves nothing.
             results = listed(self.run(*(arg.detach() if isinstance(arg, torch.Tensor) else arg for arg in args)))
@@ -161,13 +190,18 @@ class LayerInputs:
 
     def __init__(self) -> None:
         self._last: _Offloaded | None = None
-        # By the storage of a result: the run that returned it, its position and offset there, and a weak reference
-        # that keeps the storage's id from being reused.
-        self._returned: dict[int, tuple[_Repeated, int, int, dynamo.StorageWeakRef]] = {}
+        # By the storage of a result: the run that returned it, its position and offset there, a weak reference that
+        # keeps the storage's id from being reused, and the number of writes to it.
+        self._returned: dict[int, tuple[_Repeated, int, int, dynamo.StorageWeakRef, int]] = {}
 
     def possible(self, plan: InputsPlan, args: Sequence[Any]) -> InputsPlan:
-        """Returns the plan without recomputed arguments that no run has returned, such as those changed by a hook."""
-        known = {at for at in plan.recomputed if dynamo.storage_id(args[at]) in self._returned}
+        """Returns the plan without recomputed arguments that no run has returned, such as those changed by a hook, or
+        that were written to since."""
+        known = set()
+        for at in plan.recomputed:
+            returned = self._returned.get(dynamo.storage_id(args[at]))
+            if returned is not None and returned[-1] == writes_to(args[at]):
+                known.add(at)
         return plan if known == plan.recomputed else replace(plan, recomputed=frozenset(known))
 
     def run(
@@ -196,14 +230,14 @@ class LayerInputs:
             )
             arguments[dynamo.storage_id(given)] = self._last
         for place in sorted(plan.recomputed):
-            source, at, offset, _ = self._returned[storage := dynamo.storage_id(args[place])]
+            source, at, offset, *_ = self._returned[storage := dynamo.storage_id(args[place])]
             arguments[storage] = source.results.setdefault(at, _Recomputed(offset, source=source))
 
         def unless_held(value: Any) -> Any:
             argument = arguments.get(dynamo.storage_id(value)) if isinstance(value, torch.Tensor) else None
             return value if argument is None else _View.of(value, argument)
 
-        def pack(saved: torch.Tensor) -> torch.Tensor | _View | SavedState:
+        def pack(saved: torch.Tensor) -> torch.Tensor | _View | _Held | SavedState:
             if saved_state is not None and (of_state := saved_state(saved)) is not None:
                 return of_state
             packed = unless_held(saved)
@@ -211,7 +245,7 @@ class LayerInputs:
                 packed.argument.saved += 1
                 return packed
             # ZeRO 3 frees a parameter's data and later assigns new tensors.
-            return saved if isinstance(saved, torch.nn.Parameter) else saved.detach()
+            return saved if isinstance(saved, torch.nn.Parameter) else _Held.of(saved.detach())
 
         random = _Random.now(args) if plan.is_repeated else None
         with saved_tensors_hooks(pack, _unpacked):
@@ -222,12 +256,13 @@ class LayerInputs:
             torch.ops.optimum_memopt.wait(argument.host, given, [])
         if random is not None:
             is_drawn = not random.is_equal(_Random.now(args))
-            held = [arg.clone() if at in state.copied else unless_held(arg) for at, arg in enumerate(args)]
+            held = [arg.clone() if at in state.copied else _held(unless_held(arg)) for at, arg in enumerate(args)]
             repeated = _Repeated(run, held, gathered, random if is_drawn else None)
             for at, result in enumerate(listed(results)):
                 if isinstance(result, torch.Tensor):
                     alive = dynamo.StorageWeakRef(result.untyped_storage())
-                    self._returned[dynamo.storage_id(result)] = repeated, at, int(result.storage_offset()), alive
+                    place, writes = int(result.storage_offset()), writes_to(result)
+                    self._returned[dynamo.storage_id(result)] = repeated, at, place, alive, writes
         return results
 
 
@@ -236,7 +271,12 @@ def listed(results: Any) -> Sequence[Any]:
     return results if isinstance(results, tuple | list) else [results]
 
 
-def _unpacked(packed: torch.Tensor | _View | SavedState) -> torch.Tensor:
-    if isinstance(packed, SavedState):
+def _held(argument: Any) -> Any:
+    is_other = isinstance(argument, torch.Tensor) and not isinstance(argument, torch.nn.Parameter)
+    return _Held.of(argument) if is_other else argument
+
+
+def _unpacked(packed: torch.Tensor | _View | _Held | SavedState) -> torch.Tensor:
+    if isinstance(packed, SavedState | _Held):
         return packed.open()
     return packed.of_value(packed.argument.open()) if isinstance(packed, _View) else packed

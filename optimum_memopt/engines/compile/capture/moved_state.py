@@ -119,14 +119,12 @@ class StateWatch:
         # State found changed since the forward began, and whether a backward has read the new values.
         self._new: dict[str, torch.Tensor] = {}
         self._was_read = False
-        # State of the current forward, with its version and source; and the autograd node of the last graph.
+        # State of the current graph run, with its version and source.
         self._versions: list[tuple[torch.Tensor, int, str]] = []
-        self._node: Any = None
 
     def begin(self) -> bool:
         """Begin a forward. Returns True if its graphs must be retraced, since more state has changed."""
-        # A failed forward leaves its own behind.
-        self._versions, self._node, self._bytes_copied = [], None, 0
+        self._bytes_copied = 0
         new = {source: tensor for source, tensor in self._new.items() if source not in self.moved}
         if not new:
             return False
@@ -157,6 +155,8 @@ class StateWatch:
             copied: see `StateArgs`.
             run: key of the graph run, the same in each forward.
         """
+        # A failed run leaves its own behind.
+        self._versions = []
         if not sources:
             return StateArgs(args, copied=copied)
         watched = {at: source for at, source in sources.items() if not is_traceable_wrapper_subclass(args[at])}
@@ -194,15 +194,10 @@ class StateWatch:
         return StateArgs(args, saved_state, copied)
 
     def after(self, results: Sequence[Any]) -> None:
-        """Note the results of a graph run, within the forward."""
-        if self._versions:
-            self._node = autograd.compiled_node(results) or self._node
-
-    def end(self) -> None:
-        """End a forward: have versions compared when its backward begins."""
-        versions, node = self._versions, self._node
-        self._versions, self._node = [], None
-        if node is None or not versions:
+        """Have the versions of a graph run's state compared when its backward begins; the backwards of other runs of
+        the forward may come earlier, later or never."""
+        versions, self._versions = self._versions, []
+        if not versions or (node := autograd.compiled_node(results)) is None:
             return
 
         def compare(_: Any) -> None:

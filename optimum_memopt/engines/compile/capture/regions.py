@@ -30,7 +30,7 @@ from optimum_memopt.compat.transformers import embeddings
 from optimum_memopt.engines.compile.options import LAYER, MODEL
 from optimum_memopt.engines.shared.forward_patch import weak_method
 from optimum_memopt.engines.shared.function_state import variables_around
-from optimum_memopt.engines.torch_compat import autograd, dynamo, fully_shard, trace_fixes, traced_sizes
+from optimum_memopt.engines.torch_compat import autograd, dynamo, fully_shard, fx_graph, trace_fixes, traced_sizes
 from optimum_memopt.engines.torch_compat.fake_tensors import (
     DESCRIBED,
     attribute_set_by,
@@ -359,12 +359,18 @@ class Regions:
 
     def check_graph(self, graph: fx.Graph) -> None:
         """Raise RuntimeError if the outer graph cannot be split at layers: it registers a hook on a tensor, and the
-        backward would bypass a piece that returns its own input with the hook; or it enters inference mode, which
-        would stay enabled after the piece."""
+        backward would bypass a piece that returns its own input with the hook; it enters inference mode, which would
+        stay enabled after the piece; or it writes to an argument of an earlier layer, whose backward may save it."""
         if any(map(dynamo.registers_hook, graph.nodes)):
             raise self._refused("a hook is registered on a tensor between layers")
         if any(map(dynamo.enters_inference_mode, graph.nodes)):
             raise self._refused("torch.inference_mode is entered around layers")
+        given: set[int] = set()
+        for node in graph.nodes:
+            if dynamo.is_operator_of_python(node):
+                given.update(*map(dynamo.traced_storages, node.all_input_nodes))
+            elif any(given & dynamo.traced_storages(written) for written in fx_graph.written_in_trace(node)):
+                raise self._refused("code between layers writes to an argument of an earlier layer")
 
     def check_around(self, trace: dynamo.Trace) -> None:
         """Raise RuntimeError if the outer code writes to an object that a layer's hook holds, such as a list that all

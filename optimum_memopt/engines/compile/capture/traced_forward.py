@@ -296,7 +296,6 @@ class TracedForward:
             before.restore()
             return None
         self._say_of(run)
-        self._state.end()
         tape = run.tape.tape([graph.programs for graph in run.ran])
         if isinstance(run.tape, TapeRecorder):
             self._has_breaks = self._has_breaks or bool(run.watch.graph_breaks())

@@ -15,9 +15,8 @@ import torch
 from torch import fx
 from torch.nn import functional
 
-from optimum_memopt.compat.torch import tensors_in
 from optimum_memopt.engines.compile.loss.operator import LossShape
-from optimum_memopt.engines.torch_compat.fake_tensors import storages
+from optimum_memopt.engines.torch_compat import dynamo
 from optimum_memopt.engines.torch_compat.fx_graph import autocast_dtype, written_in_trace
 from optimum_memopt.engines.torch_compat.traced_sizes import elements
 
@@ -168,12 +167,10 @@ def _check_unwritten(chain: LossChain) -> None:
 
 def writers(graph: fx.Graph, nodes: Collection[fx.Node]) -> list[fx.Node]:
     """Returns the operators of a graph that write to the storage of one of these nodes."""
-    held = {address for node in nodes for address in _addresses(node)}
-    return [node for node in graph.nodes if any(held & _addresses(written) for written in written_in_trace(node))]
-
-
-def _addresses(node: fx.Node) -> set[int]:
-    return {held.address for tensor in tensors_in(node.meta.get("example_value")) for held in storages(tensor)}
+    held = set().union(*map(dynamo.traced_storages, nodes))
+    return [
+        node for node in graph.nodes if any(held & dynamo.traced_storages(each) for each in written_in_trace(node))
+    ]
 
 
 def _path(node: fx.Node, reader: fx.Node) -> list[fx.Node]:
