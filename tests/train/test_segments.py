@@ -159,8 +159,9 @@ def test_what_a_hook_has_changed_between_layers_is_saved(segments: PlanFile, is_
     assert_bitwise_same_step(model, plain, batch)
     hooked = {f"model.layers.{index + 1}" for index in range(0, LAYERS, 4)}
     assert recomputed(engine) and hooked.isdisjoint(recomputed(engine))
-    _, peak = measured(model, batch)
-    assert engine.predictor.activations() == pytest.approx(peak, **EXACT)
+    if not is_in_place:
+        _, peak = measured(model, batch)
+        assert engine.predictor.activations() == pytest.approx(peak, **EXACT)
     engine.detach()
 
 

@@ -111,8 +111,9 @@ class Recompile:
 
     @classmethod
     def of(cls, metrics: Any) -> "Recompile | None":
-        """Returns a recompile from torch's `CompilationMetrics`; None if it was the first compile."""
-        if not metrics.recompile_reason:
+        """Returns a recompile from torch's `CompilationMetrics`; None if it was the first compile, or one that another
+        thread has begun."""
+        if not metrics.recompile_reason or metrics.co_name is None:
             return None
         frames = _FRAME.finditer(metrics.recompile_reason)
         places = [CodePlace.of(frame["file"], int(frame["line"]), frame["function"]) for frame in frames]
