@@ -124,12 +124,16 @@ class Picks(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
         scores = self.linear(x)
+        if self._way == "index":
+            return {"loss": scores[torch.arange(len(x)), torch.zeros(len(x), dtype=torch.long)].sum()}
+        if self._way == "index_select":
+            return {"loss": scores.index_select(1, torch.tensor([0, 2])).sum()}
         if self._way == "gather":
             return {"loss": scores.gather(-1, torch.zeros(len(x), 1, dtype=torch.long)).sum()}
         return {"loss": scores.max(-1).values.sum()}
 
 
-@pytest.mark.parametrize("way", ["gather", "max"])
+@pytest.mark.parametrize("way", ["gather", "max", "index", "index_select"])
 def test_a_gradient_is_put_into_zeros_in_place(way: str) -> None:
     model, batch = Picks(way), {"x": torch.randn(256, 64)}
     here = over_given(predicted(model, batch, EagerSettings()))

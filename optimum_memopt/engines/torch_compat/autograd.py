@@ -21,8 +21,13 @@ from torch.autograd.graph import _engine_run_backward
 
 # Files with torch's wrappers of untraced functions, which are on the stack between a mode and its caller.
 _WRAPPERS = (torch._compile.__file__, torch._dynamo.eval_frame.__file__)
-# Operators that the backward formulas of `gather` and `max` call under a mode.
-_SCATTERS = {torch.ops.aten.scatter_add.default, torch.ops.aten.scatter.src}
+# Operators that the backward formulas of `gather`, `max`, indexing and `index_select` call under a mode.
+_SCATTERS = {
+    torch.ops.aten.scatter_add.default,
+    torch.ops.aten.scatter.src,
+    torch.ops.aten.index_put.default,
+    torch.ops.aten.index_add.default,
+}
 _COMPILED = "CompiledFunctionBackward"
 # Backwards that hold a workspace, and the saved tensor of the same size: CTC's betas are as large as its alphas
 # (`aten/src/ATen/native/LossCTC.cpp`).

@@ -156,7 +156,9 @@ def mutated_inputs(graph: fx.Graph) -> frozenset[fx.Node]:
     `copy_` of the new value to the input (`keep_inference_input_mutations`).
     """
     (output,) = graph.find_nodes(op="output")
-    descriptors = {desc.mutated_input for desc in output.meta["desc"] if isinstance(desc, InputMutationAOTOutput)}
+    # A nested region (`torch.compiler.nested_compile_region`) has no descriptors.
+    given = output.meta.get("desc") or ()
+    descriptors = {desc.mutated_input for desc in given if isinstance(desc, InputMutationAOTOutput)}
     by_caller = {node for node in graph.find_nodes(op="placeholder") if node.meta.get("desc") in descriptors}
     in_graph = {node for operator in graph.nodes for node in written_by(operator) if node.op == "placeholder"}
     return frozenset(by_caller | in_graph)
