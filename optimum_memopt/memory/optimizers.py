@@ -257,6 +257,8 @@ _CLASSES = {
     "schedulefree.radam_schedulefree.RAdamScheduleFree": ("schedule_free_radam", ()),
     "schedulefree.sgd_schedulefree.SGDScheduleFree": ("schedule_free_sgd", ()),
 }
+# Optimizers that add the decay of weights to copies of their gradients, on top of other temporaries.
+_DECAY_BY_COPIES = frozenset({"sgd", "rmsprop"})
 # By the update rule of an optimizer of bitsandbytes, and the bits of its states.
 _OF_BITSANDBYTES = {
     ("adam", 8): "adamw_8bit",
@@ -285,8 +287,10 @@ def planned_like(
     if rule:
         return PlannedOptimizer(_OF_BITSANDBYTES.get((rule, bits), DEFAULT), is_on_cuda, in_32_bits)
     name, adding = _CLASSES.get(f"{type(inner).__module__}.{type(inner).__qualname__}", (DEFAULT, ()))
-    more = [sum(bool(group.get(option)) for option in adding) for group in inner.param_groups] if adding else [0]
-    return PlannedOptimizer(name, is_on_cuda, more_states=max(more))
+    groups = getattr(inner, "param_groups", ())
+    more = max((sum(bool(group.get(option)) for option in adding) for group in groups), default=0)
+    decays = name in _DECAY_BY_COPIES and any(group.get("weight_decay") for group in groups)
+    return PlannedOptimizer(name, is_on_cuda, more_states=more, decays=decays)
 
 
 def state_tensors(optimizer: "torch.optim.Optimizer") -> Iterator[torch.Tensor]:
@@ -360,6 +364,7 @@ class PlannedOptimizer:
         embeddings: ids of the parameters whose states bitsandbytes keeps in float32, as Trainer configures it.
         products: ids of the weights whose gradients GaLore and APOLLO project.
         more_states: states of each parameter's size that options add, such as momentum.
+        decays: weight decay is added to copies of the gradients.
     """
 
     name: str = DEFAULT
@@ -367,6 +372,7 @@ class PlannedOptimizer:
     embeddings: frozenset[int] = field(default=frozenset(), repr=False)
     products: frozenset[int] = field(default=frozenset(), repr=False)
     more_states: int = 0
+    decays: bool = False
 
     @classmethod
     def of_model(cls, model: torch.nn.Module, name: str = DEFAULT, is_on_cuda: bool = False) -> "PlannedOptimizer":
@@ -420,7 +426,8 @@ class PlannedOptimizer:
         their own, which is stepped separately.
         """
         group = [parameter for parameter in parameters if parameter.dim() > 1] or list(parameters)
-        return _ALL[self.name].step(group, self.is_on_cuda)
+        decay = _copying(loop=1, foreach=1)(group, self.is_on_cuda) if self.decays else 0
+        return _ALL[self.name].step(group, self.is_on_cuda) + decay
 
 
 # A real optimizer, or a planned one.

@@ -112,6 +112,15 @@ def test_the_step_on_cuda_takes_all_parameters_at_once(name: str, tmp_path) -> N
     assert planned.step_bytes(parameters_in(optimizer)) == pytest.approx(peak, rel=0.02, abs=SMALL)
 
 
+@pytest.mark.parametrize("name", ["adagrad", "rmsprop", "sgd"])
+def test_weight_decay_on_cuda_copies_all_gradients(name: str, tmp_path) -> None:
+    optimizer = optimizer_of(name, tmp_path, foreach=True, weight_decay=0.1)
+    optimizer.step()
+    peak, _, _ = allocated(optimizer.step)
+    planned = planned_like(optimizer, is_on_cuda=True)
+    assert planned.step_bytes(parameters_in(optimizer)) == pytest.approx(peak, rel=0.02, abs=SMALL)
+
+
 def test_states_in_8_bits_have_a_scale_for_each_block() -> None:
     large, small = torch.empty(128, 65), torch.empty(4095)
     embedding = torch.nn.Embedding(128, 65)
