@@ -135,7 +135,7 @@ def _check(args: Any, sizes: Sequence[int], given: Mapping[str, str]) -> None:
     if args.budget_curve:
         check_written("--budget_curve", args.budget_curve)
         charts.check(Path(args.budget_curve))
-    if args.output:
+    if args.output is not None:
         check_written("--output", args.output)
     if args.html is not None:
         check_page("--html", args.html)

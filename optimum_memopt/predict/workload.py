@@ -9,7 +9,7 @@ import inspect
 import itertools
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
@@ -212,11 +212,11 @@ class Workload(ModelSettings):
             )
         for setting in fields(self):
             allowed, value = setting.metadata.get("allowed"), getattr(self, setting.name)
-            if allowed and value and value not in allowed:
-                raise MemOptError(f"--{setting.name} {excerpt(value)}: allowed: {', '.join(allowed)}")
-        if self.peft:
+            if allowed and value is not None and value not in allowed:
+                raise MemOptError(f"--{setting.name} {excerpt(value) or repr(value)}: allowed: {', '.join(allowed)}")
+        if self.peft is not None:
             parse_adapter(self.peft)
-        if self.quantize:
+        if self.quantize is not None:
             parse_quantization(self.quantize)
             if not self.peft:
                 raise MemOptError(
@@ -434,7 +434,7 @@ class ModuleWorkload:
             if type(tensor) not in _PLAIN and not is_4bit(tensor):
                 raise MemOptError(f"{name}: {path} is a {type(tensor).__name__}; only plain tensors can be planned")
         keywords = _keywords(module, inputs)
-        first = next((value for value in keywords.values() if isinstance(value, torch.Tensor) and value.dim()), None)
+        first = next((value for value in tensors_in(keywords) if value.dim()), None)
         if first is None:
             raise MemOptError("example_inputs: none of them is a tensor with a first dimension, the rows of a batch")
         rows = first.shape[0] if batch_size is None else batch_size
@@ -474,9 +474,7 @@ class ModuleWorkload:
         """
         model = _without_data(self.module)
         freeze_others(model, self.trainable)
-        batch = {
-            name: _fake(value) if isinstance(value, torch.Tensor) else value for name, value in self.inputs.items()
-        }
+        batch = {name: _mapped(_fake, value) for name, value in self.inputs.items()}
         if isinstance(labels := batch.get("labels"), torch.Tensor) and hasattr(model, "config"):
             decide_problem_type(model.config, labels)
         return model.train(), batch
@@ -549,11 +547,22 @@ def _keywords(module: torch.nn.Module, inputs: object) -> dict[str, Any]:
 
 
 def _resized(inputs: Mapping[str, Any], before: int, rows: int) -> dict[str, Any]:
-    def resized(value: Any) -> Any:
-        if rows == before or not isinstance(value, torch.Tensor) or not value.dim() or value.shape[0] != before:
+    def resized(value: torch.Tensor) -> torch.Tensor:
+        if rows == before or not value.dim() or value.shape[0] != before:
             return value
         return torch.empty((rows, *value.shape[1:]), dtype=value.dtype, device="meta").requires_grad_(
             value.requires_grad
         )
 
-    return {name: resized(value) for name, value in inputs.items()}
+    return {name: _mapped(resized, value) for name, value in inputs.items()}
+
+
+def _mapped(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+    """Returns a value with its tensors changed, also those in dicts, lists and tuples."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, dict):
+        return {name: _mapped(change, each) for name, each in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_mapped(change, each) for each in value)
+    return value

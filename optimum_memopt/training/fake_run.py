@@ -440,7 +440,8 @@ def run_script(script: str, args: Sequence[str], device: str, budget: Budget | N
         SystemExit: with 0, after the phases were printed.
     """
     if not Path(script).is_file():
-        raise MemOptError(f"dry-run {path_excerpt(script)}: no such file")
+        why = "a folder, not a script" if Path(script).is_dir() else "no such file"
+        raise MemOptError(f"dry-run {path_excerpt(script)}: {why}")
     # Refuse an unknown device before the script starts.
     simulated(device)
     trains = Trainer.train

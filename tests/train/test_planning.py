@@ -5,6 +5,7 @@ import itertools
 import json
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -447,3 +448,24 @@ def test_the_process_that_plans_holds_what_one_that_trains_does() -> None:
         return int(done.stdout.split("other ")[1].split()[0])
 
     assert other("plan") == pytest.approx(other("train"), rel=0.08)
+
+
+class OfDict(torch.nn.Module):
+    """A model whose forward takes a dict, and a list in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stack = Stack()
+
+    def forward(self, batch: dict[str, Any]) -> Any:
+        return self.stack(batch["pixels"] + sum(batch["offsets"]))
+
+
+def test_inputs_in_containers_count_as_others_do() -> None:
+    pixels = torch.empty(8, 64)
+    plain = plan(Stack(), example_inputs=pixels, **ON_H100)
+    given = {"batch": {"pixels": pixels, "offsets": [pixels.clone(), pixels.clone()]}}
+    found = plan(OfDict(), example_inputs=given, **ON_H100)
+    assert found._found.parts["batch"] == 3 * plain._found.parts["batch"]
+    more = plan(OfDict(), example_inputs=given, batch_size=16, **ON_H100)
+    assert more._found.parts["batch"] == 6 * plain._found.parts["batch"]

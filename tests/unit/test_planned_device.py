@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from optimum_memopt.engines.simulator.devices import DEVICES
+from optimum_memopt.engines.simulator.devices import DEVICES, device_at
 from optimum_memopt.engines.simulator.standins import kernel, traced_for
 from optimum_memopt.engines.torch_compat import kernels
 
@@ -116,3 +116,24 @@ def test_the_kernel_takes_sizes_and_strides(query, key, mask, is_causal, expecte
         )
     assert called == [expected]
     assert result.shape == queries.shape
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA A100-SXM4-40GB", "A100"),
+        ("NVIDIA A10G", "A10"),
+        ("NVIDIA L4", "L4"),
+        ("NVIDIA L40S", "L40S"),
+        ("Tesla V100-SXM2-16GB", "V100"),
+        ("NVIDIA RTX A6000", "RTX A6000"),
+        ("NVIDIA GeForce RTX 4090", "RTX 4090"),
+        # Not in the table: not the device whose name is a part of theirs.
+        ("NVIDIA L40", "A100"),
+        ("NVIDIA RTX A1000", "A100"),
+    ],
+)
+def test_a_gpu_is_found_by_its_name(name: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    assert device_at(torch.device("cuda")) is DEVICES[expected]

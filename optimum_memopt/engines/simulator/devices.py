@@ -16,6 +16,7 @@ is half of the data sheets' rate of NVLink and Infinity Fabric.
 The fractions of these rates that kernels attain are fitted to published times, one set per generation (docs/gpu.md).
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -180,9 +181,9 @@ _UNKNOWN = "A100"
 
 def device_at(device: torch.device) -> Device:
     """Returns the table's entry for a device of this machine, or `_UNKNOWN`."""
-    name = torch.cuda.get_device_name(device).replace(" ", "").lower()
-    matching = [listed for listed in DEVICES if listed.replace(" ", "").lower() in name]
-    # The longest match, since `L4` is also in `L40S`.
+    name = torch.cuda.get_device_name(device)
+    # `L4` is not in `L40`, nor `A100` in `RTX A1000`.
+    matching = [each for each in DEVICES if re.search(rf"\b{each.replace(' ', ' ?')}(?![0-9])", name, re.IGNORECASE)]
     return DEVICES[max(matching, key=len, default=_UNKNOWN)]
 
 

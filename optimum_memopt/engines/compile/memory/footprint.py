@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from optimum_memopt.compat.bitsandbytes import buffers_of, named_buffers
-from optimum_memopt.compat.torch import dtype_name, tensor_bytes
+from optimum_memopt.compat.torch import dtype_name, tensor_bytes, tensors_in
 from optimum_memopt.engines.api import predictions
 from optimum_memopt.engines.api.layer_paths import layer_in
 from optimum_memopt.engines.api.predictions import (
@@ -472,7 +472,7 @@ def step_around(
     """
     device = next(model.parameters()).device
     memory = capacity(device) if target is None else capacity_of(target.memory)
-    batch = run.batches_held * local_bytes(value for value in inputs.values() if isinstance(value, torch.Tensor))
+    batch = run.batches_held * local_bytes(tensors_in(inputs))
     held, room = (0 if target is None else target.libraries), 0
     if target is None:
         resident = held_bytes(device) if resident is None else resident

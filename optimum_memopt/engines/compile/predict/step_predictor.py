@@ -11,6 +11,7 @@ import sympy
 import torch
 
 from optimum_memopt.compat.deepspeed import is_sharded_by_deepspeed
+from optimum_memopt.compat.torch import tensors_in
 from optimum_memopt.compat.transformers import is_encoder_decoder
 from optimum_memopt.engines.api.engine import Run
 from optimum_memopt.engines.api.predictions import StepTimeline
@@ -96,8 +97,7 @@ class StepMemoryPredictor:
         self._is_on_cuda = any(graph.is_for_cuda for graph in self.graphs)
         self.first: BatchSizes = names.first
         self.largest_shapes: tuple[Forward, ...] = (Forward(self.first),)
-        batch = local_bytes(value for value in inputs.values() if isinstance(value, torch.Tensor))
-        self._batch = self.run.batches_held * batch
+        self._batch = self.run.batches_held * local_bytes(tensors_in(inputs))
         self._pending = pending or Pending()
         if constant is None:
             constant = constant_of(model, self._batch, resident, self._left(runs_before))
