@@ -100,3 +100,26 @@ def test_layer_norm(of_input: bool, of_gradient: bool) -> None:
         found = operator_workspace(operator.default, arguments, operator(*arguments), None)
         slack = 1024 * torch.get_num_threads()
         assert int(found) == pytest.approx(held(operator, arguments), rel=0, abs=slack)
+
+
+@pytest.mark.parametrize("order", ["same", "expanded", "permuted"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_backward_of_gelu(order: str, dtype: torch.dtype) -> None:
+    x = torch.randn(8, 55, 48).to(dtype)
+    gradients = {
+        "same": torch.randn_like(x),
+        "expanded": torch.ones((), dtype=dtype).expand_as(x),
+        "permuted": torch.randn(48, 55, 8).to(dtype).permute(2, 1, 0),
+    }
+    arguments = gradients[order], x
+    operator = torch.ops.aten.gelu_backward.default
+    found = operator_workspace(operator, arguments, operator(*arguments), None)
+    assert int(found) == pytest.approx(held(operator, arguments), abs=64)
+
+
+@pytest.mark.parametrize("reduction", [0, 1, 2])
+def test_binary_cross_entropy(reduction: int) -> None:
+    arguments = torch.randn(64, 55), torch.rand(64, 55), None, None, reduction
+    operator = torch.ops.aten.binary_cross_entropy_with_logits.default
+    found = operator_workspace(operator, arguments, operator(*arguments), None)
+    assert int(found) == pytest.approx(held(operator, arguments), abs=64)

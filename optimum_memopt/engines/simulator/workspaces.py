@@ -279,6 +279,23 @@ def _unreduced_loss(arguments: Sequence[Any]) -> sympy.Expr:
     return sympy.Mul(*map(symbolic, shape)) * arguments[0].dtype.itemsize if is_reduced else _ZERO
 
 
+def _gelu_backward(arguments: Sequence[Any]) -> sympy.Expr:
+    """Returns the bytes of a contiguous copy of the gradient for oneDNN, and of oneDNN's result if the gradient is in
+    another order (`native/Activation.cpp`); an upper bound with `approximate="tanh"`, which copies nothing."""
+    gradient = arguments[0]
+    if _is_contiguous(gradient):
+        return _ZERO
+    is_expanded = any(symbolic(step) == 0 for step in gradient.stride())
+    return _bytes(gradient) * (1 if is_expanded else 2)
+
+
+def _loss_of_logits(arguments: Sequence[Any]) -> sympy.Expr:
+    """Returns the bytes of binary cross entropy's temporaries, and of the unreduced loss if the result is reduced
+    (`native/Loss.cpp`)."""
+    is_reduced = len(arguments) < 5 or arguments[4] != 0
+    return _bytes(arguments[0]) * (2 if is_reduced else 1)
+
+
 _LOSSES = dict.fromkeys(("mse_loss", "smooth_l1_loss", "huber_loss"), _unreduced_loss)
 _POINTWISE = ("add", "div", "mul", "rsub", "sub", "maximum", "minimum", "eq", "ne", "lt", "le", "gt", "ge")
 _CPU_RULES_OF_RESULT: dict[str, Callable[[Sequence[Any], Any], sympy.Expr]] = {
@@ -294,6 +311,8 @@ _CPU_RULES: dict[str, Callable[[Sequence[Any]], sympy.Expr]] = {
         ("_log_softmax_backward_data", "_softmax_backward_data", "native_layer_norm_backward"), _contiguous_copies
     ),
     "native_layer_norm": lambda arguments: _contiguous_copies(arguments[:1]),
+    "gelu_backward": _gelu_backward,
+    "binary_cross_entropy_with_logits": _loss_of_logits,
     **_LOSSES,
     "_scaled_dot_product_flash_attention_for_cpu": _attention,
     "_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
