@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
+from packaging.version import Version
 from torch import fx
 from torch._functorch import partitioners
 from torch._functorch._aot_autograd.descriptors import (
@@ -280,9 +281,11 @@ def drop_unread_results(module: fx.GraphModule) -> None:
 
     torch 2.11 returns intermediate values of the forward beside its results. If the forward writes to its result
     (`output += bias`, as in ZeRO 3's linear layers), one of them is the same tensor: autograd sends the gradient to
-    the last of the two, and parameters get zeros, also with plain `torch.compile`. 2.9, 2.10 and 2.12 return only the
-    results (`torch/_dynamo/variables/higher_order_ops.py`).
+    the last of the two, and parameters get zeros, also with plain `torch.compile`. Other releases return only the
+    results (`torch/_dynamo/variables/higher_order_ops.py`); the function's backward gets zeros for unread ones.
     """
+    if Version(torch.__version__).release[:2] != (2, 11):
+        return
     parts = (part for part in module.modules() if isinstance(part, fx.GraphModule))
     calls = [(part, call) for part in parts for call in part.graph.find_nodes(op="call_function", target=_FUNCTION)]
     for part, call in calls:
