@@ -5,6 +5,7 @@ Nothing heavy is imported before a command runs.
 
 from argparse import ArgumentParser
 from collections.abc import Collection, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import MISSING, Field, dataclass
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args
 
@@ -186,6 +187,11 @@ def checked_options(args: Any, engine: str) -> "MemOptOptions":
     from optimum_memopt.options import MemOptOptions
 
     chosen = MemOptOptions(memory_opt_engine=engine, **engine_options(vars(args)))
-    with flags_named(lambda flag: f"--{flag.removeprefix('memory_opt_')}"):
+    with short_flags():
         chosen.check()
     return chosen
+
+
+def short_flags() -> AbstractContextManager[None]:
+    """Returns a context in which errors name options by the command's flags, without `memory_opt_`."""
+    return flags_named(lambda flag: f"--{flag.removeprefix('memory_opt_')}")

@@ -217,12 +217,12 @@ class DryRunCommand(BaseOptimumCLICommand):
         run(self._run)
 
     def _run(self) -> None:
-        from optimum_memopt.errors import flags_named
+        from optimum_memopt.commands.flags import short_flags
         from optimum_memopt.sizes import parse_budget
         from optimum_memopt.training.fake_run import run_script
 
         args = self.args
-        with flags_named(lambda flag: f"--{flag.removeprefix('memory_opt_')}"):
+        with short_flags():
             budget = None if args.budget is None else parse_budget(args.budget)
         run_script(args.script, args.arguments, args.device, budget)
 

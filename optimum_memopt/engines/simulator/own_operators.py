@@ -7,7 +7,7 @@ import torch
 
 
 class OperatorSizes(Protocol):
-    """What a call of an operator takes; numbers may be symbolic.
+    """Cost of one call of an operator; numbers may be symbolic.
 
     Attributes:
         workspace: bytes held while it runs, beside its results.

@@ -186,8 +186,8 @@ _NOT_IN_PLACE = frozenset({operator.and_, operator.is_, operator.not_, operator.
 
 
 def written_in_trace(node: fx.Node) -> list[fx.Node]:
-    """Returns the arguments that a call in a graph of dynamo writes to: those of its schema, `out`, and the first
-    argument of Python's in-place operators, of names that end in an underscore, and of `inplace=True`."""
+    """Returns the arguments that a call in a dynamo graph writes to: those that its schema marks as mutable, `out`,
+    and the first argument of in-place calls (Python's operators, names ending in an underscore, `inplace=True`)."""
     written = [*written_by(node), node.kwargs.get("out")]
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     has_name = name.endswith("_") and not name.endswith("__") and node.target not in _NOT_IN_PLACE

@@ -111,8 +111,8 @@ class Recompile:
 
     @classmethod
     def of(cls, metrics: Any) -> "Recompile | None":
-        """Returns a recompile from torch's `CompilationMetrics`; None if it was the first compile, or one that another
-        thread has begun."""
+        """Returns a recompile from torch's `CompilationMetrics`; None for a first compile, and for a compile on
+        another thread."""
         if not metrics.recompile_reason or metrics.co_name is None:
             return None
         frames = _FRAME.finditer(metrics.recompile_reason)

@@ -145,7 +145,7 @@ class _Repeated:
 
     Attributes:
         run: the compiled graph.
-        args: its arguments; those that are not held as `_View`, tensors other than parameters as `_Held`.
+        args: its arguments, with tensors other than parameters replaced by `_Held`, or by `_View` if not held.
         gathered: returns a context in which the parameters among the arguments are gathered.
         random: generator states before the run; None if it draws nothing.
         results: results that are recomputed arguments of other runs, by their positions.

@@ -364,7 +364,7 @@ def _events(
         owned: placeholders that are freed after their last use, since only the graph holds them.
         storage_of: returns the storage for a root, the kind of its operator and its layer.
         name_of: returns the name of a root's storage.
-        aliases: for placeholders, the one that stands for their storage.
+        aliases: the first placeholder with the same storage, for each placeholder of a saved tensor.
     """
     last_use = _last_uses(graph, inlined, aliases or {})
     freed: dict[fx.Node, list[fx.Node]] = {}

@@ -245,7 +245,7 @@ def analyze(
 
 
 def separate_gradients(joint: JointGraph) -> None:
-    """Copy gradients that share memory with an earlier one, such as those of two biases that are added to each other.
+    """Copy each gradient that shares memory with an earlier gradient, as the gradients of two summed biases do.
     Invalidates everything that was read from the graph before.
 
     Autograd takes over a gradient that nothing else refers to: two views of one tensor would become the gradients of
