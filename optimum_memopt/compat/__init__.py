@@ -6,4 +6,5 @@ accelerate    configured sharding and parallelism
 bitsandbytes  weights of 4 and 8 bits
 deepspeed     parameters sharded by ZeRO 3
 installed     versions of packages
+python        CPython's data stack
 """

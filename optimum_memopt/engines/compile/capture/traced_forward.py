@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from optimum_memopt.compat.python import with_room
 from optimum_memopt.compat.torch import (
     has_hook_since,
     hooks_around_call,
@@ -366,7 +367,7 @@ class TracedForward:
             self._regions.in_place(kind) if kind.has_regions else contextlib.nullcontext(),
         ):
             self._trace_fixes.run_ahead(functools.partial(self.plainly, call))
-            outputs = self._compiled[kind](*call.args, **call.inputs)
+            outputs = with_room(self._compiled[kind], call.args, call.inputs)
             if kind.has_regions:
                 outputs = self._regions.finish(outputs)
             run.tape.end(dynamo.tree_leaves(outputs))
