@@ -36,11 +36,11 @@ def test_leaves_are_those_of_torch(values: object) -> None:
 @pytest.mark.parametrize("dims", [(), (0,), (1, 2)])
 def test_marks_are_those_of_torch(dims: tuple[int, ...]) -> None:
     ours, others, theirs = (torch.ones(2, 3, 4) for _ in range(3))
-    with traced_sizes.static([(ours, dims), (others, dims)]):
+    with traced_sizes.StaticSizes([(ours, dims), (others, dims)]):
         torch._dynamo.mark_static(theirs, list(dims))
         assert vars(ours) == vars(others) == vars(theirs)
         # The tensors do not share their marks.
-        with traced_sizes.static([(ours, [0])]):
+        with traced_sizes.StaticSizes([(ours, [0])]):
             torch._dynamo.mark_static(theirs, [0])
             assert vars(ours) == vars(theirs)
             if dims and dims != (0,):

@@ -149,7 +149,7 @@ def checkpoint() -> object:
 
 
 def drop_unread_gradients(
-    results: Sequence[Any], args: Sequence[Any], sources: Mapping[int, frozenset[int]], takes_none: bool = False
+    results: Sequence[Any], is_tensor: Sequence[bool], sources: Mapping[int, frozenset[int]], takes_none: bool = False
 ) -> None:
     """Make the backward of a compiled graph return None for arguments that get no gradient in plain PyTorch.
 
@@ -158,7 +158,7 @@ def drop_unread_gradients(
 
     Args:
         results: the results of a run of the graph.
-        args: its arguments.
+        is_tensor: for each of its arguments, whether it is a tensor.
         sources: by an argument's position, the positions of the results whose gradients its own is computed from.
         takes_none: whether the backward takes None instead of zeros.
     """
@@ -166,7 +166,6 @@ def drop_unread_gradients(
     if node is None:
         return
     numbers = {at: each.output_nr for at, each in enumerate(results) if getattr(each, "grad_fn", None) is node}
-    is_tensor = [isinstance(arg, torch.Tensor) for arg in args]
 
     def is_unread(place: int, given: Sequence[Any]) -> bool:
         # A result that is a view has another node, whose gradients are not known here.

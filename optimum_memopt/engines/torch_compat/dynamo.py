@@ -33,6 +33,7 @@ from torch._guards import TracingContext, tracing
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.tensor import DTensor
+from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.experimental import _config as symbolic_config
 from torch.fx.experimental.proxy_tensor import py_sym_types
 from torch.fx.passes.split_module import split_module
@@ -476,6 +477,13 @@ def split(module: fx.GraphModule, number_of: Callable[[fx.Node], int]) -> fx.Gra
         for node in piece.graph.find_nodes(op="placeholder"):
             node._dynamo_source = sources.get(node.name)
     return whole
+
+
+def generated_forward(module: fx.GraphModule) -> Callable[..., Any]:
+    """Returns the forward of a graph as generated code, without the calls that generate it when it first runs
+    (`torch/fx/_lazy_graph_module.py`)."""
+    _LazyGraphModule.force_recompile(module)
+    return module.forward
 
 
 def _split(module: fx.GraphModule, number_of: Callable[[fx.Node], int]) -> fx.GraphModule:

@@ -148,13 +148,23 @@ class Region:
         name: the class of its layers.
         layers: weak references to the layers.
         constants: numbers and sizes that all layers traced so far get as arguments; see `_constants`.
+        constant_dims: for each of these arguments, its dimensions of constant size.
         graphs: number of graphs traced in this call.
     """
 
     name: str
     layers: list["weakref.ref[torch.nn.Module]"]
     constants: Sequence[list[int | None]] = ()
+    constant_dims: Sequence[tuple[int, ...]] = ()
     graphs: int = 0
+
+    def note_arguments(self, given: Sequence[Any]) -> None:
+        """Keep the constants that these arguments of a layer have, too."""
+        constants = list(map(_constants, given))
+        self.constants = list(map(_common, constants, self.constants or constants))
+        self.constant_dims = [
+            tuple(dim for dim, size in enumerate(sizes) if size is not None) for sizes in self.constants
+        ]
 
 
 @dataclass(frozen=True, eq=False)
@@ -225,9 +235,9 @@ class Regions:
         # attributes of layers that these results depend on.
         self._results: dict[Hashable, Any] = {}
         self._attributes: dict[Region, dict[torch.nn.Module, Hashable]] = {}
-        # The layer results that the outer graph was traced with, by trace, layer and kinds of the layer's arguments.
+        # The layer results that the outer graph was traced with: by trace, then by layer and kinds of its arguments.
+        self._all_traced_results: dict[Hashable, dict[Hashable, set[_TracedResults]]] = {}
         self._traced_results: dict[Hashable, set[_TracedResults]] = {}
-        self._trace: Hashable = None
         self._forwards: list[tuple[_Layer, Callable[..., Any]]] = []
         self._opened = [(weakref.ref(module), self._opened_forward(module)) for module in opened]
         # Hooks removed from each module: those before and after the forward, and of layers also backward hooks.
@@ -292,7 +302,8 @@ class Regions:
         Args:
             trace: key of the outer trace; calls with the same key run the outer graph that was traced under it.
         """
-        self._trace, self._checkpoint = trace, autograd.checkpoint()
+        self._traced_results = self._all_traced_results.setdefault(trace, {})
+        self._checkpoint = autograd.checkpoint()
         for region in self.all:
             region.graphs = 0
         layers = [(module, forward) for layer, forward in self._forwards if (module := layer.held()) is not None]
@@ -317,15 +328,15 @@ class Regions:
     def _run(self, layer: _Layer, *args: Any, **kwargs: Any) -> Any:
         before, self._running = self._running, layer
         values = dynamo.tree_leaves((args, kwargs))
-        numbers, sizes = [], []
-        for value, constants in zip(values, layer.region.constants, strict=False):
+        region, numbers, sizes = layer.region, [], []
+        for value, constants, dims in zip(values, region.constants, region.constant_dims, strict=False):
             if isinstance(value, torch.Tensor):
-                sizes.append((value, [dim for dim, size in enumerate(constants) if size is not None]))
+                sizes.append((value, dims))
             elif type(value) is int:
                 numbers.append(next(iter(constants), None))
         try:
             with (
-                traced_sizes.static(sizes),
+                traced_sizes.StaticSizes(sizes),
                 traced_sizes.constant_numbers() if numbers and None not in numbers else contextlib.nullcontext(),
             ):
                 module = layer.module
@@ -341,7 +352,7 @@ class Regions:
                     results = forward(*args, **kwargs)
         finally:
             self._running = before
-        traced = self._traced_results.get(self._call_key(layer, values))
+        traced = self._traced_results.get(_call_key(layer, values))
         if traced is not None:
             returned = dynamo.tree_leaves(results)
             if not any(each.match(returned, values) for each in traced):
@@ -352,10 +363,7 @@ class Regions:
 
     def forget_results(self) -> None:
         """Forget the layer results of all traces so far."""
-        self._traced_results.clear()
-
-    def _call_key(self, layer: _Layer, given: Sequence[Any]) -> Hashable:
-        return self._trace, layer, tuple(map(_kind, given))
+        self._all_traced_results.clear()
 
     def check_graph(self, graph: fx.Graph) -> None:
         """Raise RuntimeError if the outer graph cannot be split at layers: it registers a hook on a tensor, and the
@@ -451,7 +459,7 @@ class Regions:
                 return run(*args, **kwargs)
             results = self._traced(layer.module, layer.region, trace, args, kwargs)
             given = dynamo.tree_leaves((args, kwargs))
-            traced = self._traced_results.setdefault(self._call_key(layer, given), set())
+            traced = self._traced_results.setdefault(_call_key(layer, given), set())
             traced.add(_TracedResults.of(dynamo.tree_leaves(results), given))
             return results
 
@@ -474,8 +482,7 @@ class Regions:
         """
         changes = self._pending(trace, layer, region)
         given, structure = dynamo.tree_flatten((args, kwargs))
-        constants = list(map(_constants, given))
-        region.constants = list(map(_common, constants, region.constants or constants))
+        region.note_arguments(given)
         known = all(isinstance(value, DESCRIBED) for value in given)
         if region not in self._attributes:
             alive = [each for held in region.layers if (each := held()) is not None]
@@ -561,6 +568,8 @@ def _take(module: torch.nn.Module, kinds: int) -> tuple[dict[int, Any], ...]:
 
 
 def _before_collectors(hooks: Mapping[int, Any]) -> dict[int, Any]:
+    if not hooks:
+        return {}
     collectors = itertools.takewhile(lambda number: trace_fixes.kind_of(hooks[number]) is not None, reversed(hooks))
     return dict(itertools.islice(hooks.items(), len(hooks) - len(list(collectors))))
 
@@ -568,6 +577,8 @@ def _before_collectors(hooks: Mapping[int, Any]) -> dict[int, Any]:
 def _give_back(module: torch.nn.Module, taken: Sequence[Mapping[int, Any]]) -> None:
     """Put removed hooks back, before those that were registered since."""
     for place, hooks in zip(hooks_around_call(module), taken, strict=False):
+        if not hooks:
+            continue
         since = dict(place)
         place.clear()
         place.update({**hooks, **since})
@@ -608,6 +619,10 @@ def _kind(value: Any) -> Hashable:
     return kind
 
 
+def _call_key(layer: _Layer, given: Sequence[Any]) -> Hashable:
+    return layer, tuple(map(_kind, given))
+
+
 @dataclass(frozen=True)
 class _TracedResults:
     """The results of a layer in the outer trace.
@@ -635,15 +650,15 @@ class _TracedResults:
     def match(self, results: Sequence[Any], given: Sequence[Any]) -> bool:
         """True if the results of a run with these arguments are as they were traced."""
 
-        def is_same(traced: int | tuple[int, int] | None, size: int) -> bool:
-            if isinstance(traced, tuple):
-                argument, dim = traced
-                return bool(size == given[argument].shape[dim])
-            return traced is None or size == traced
-
-        return self.kinds == tuple(map(_kind, results)) and all(
-            all(map(is_same, traced, _sizes(result))) for traced, result in zip(self.sizes, results, strict=True)
-        )
+        if self.kinds != tuple(map(_kind, results)):
+            return False
+        # Loops: nested generators would take twice the time, for each layer in each step.
+        for of_result, result in zip(self.sizes, results, strict=True):
+            for traced, size in zip(of_result, _sizes(result), strict=True):
+                expected = given[traced[0]].shape[traced[1]] if isinstance(traced, tuple) else traced
+                if expected is not None and expected != size:
+                    return False
+        return True
 
 
 def _sizes(value: Any) -> Sequence[Any]:

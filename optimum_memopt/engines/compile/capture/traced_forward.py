@@ -131,6 +131,7 @@ class TracedForward:
         in_layers = [module for group in around for layer in group.values() for module in layer.modules()]
         self._in_layers, self._parameters = (list(map(own_parameters, each)) for each in (in_layers, model.modules()))
         self._hooks = [hooks_around_call(module) for module in model.modules()]
+        self._forward_hooks = [hooks for _, hooks, *_ in self._hooks]
         leafs = [path for group in groups for path in group] if spec.only_layers else None
         self.shared = shared_model(model, frozenset(opened), leafs)
         self._running: ForwardRun | None = None
@@ -411,7 +412,7 @@ class TracedForward:
         """True if the call registered module hooks, with this id or a later one, and may be rerun. A forward that
         does so in every call is no longer rerun after `_MOST_TRACES`."""
         may_have = self._may_run_again(before) and next_hook != next_hook_id()
-        return may_have and has_hook_since((hooks for _, hooks, *_ in self._hooks), next_hook)
+        return may_have and has_hook_since(self._forward_hooks, next_hook)
 
     def _may_run_again(self, before: ForwardState | None) -> bool:
         return before is not None and self._traced_again < _MOST_TRACES
@@ -553,13 +554,13 @@ class TracedForward:
         # Only the last piece, after the layers, has losses over a vocabulary.
         last = next(reversed(pieces))
         for name, piece in pieces.items():
-            run = piece.forward
+            run = dynamo.generated_forward(piece)
             if not any(map(dynamo.is_operator_of_python, piece.graph.nodes)):
                 run = self._traced(piece, given, names, losses if name == last else (), trace)
             # A function instead of a module: global module hooks must not run for pieces of a graph.
             delattr(whole, name)
             setattr(whole, name, run)
-        return self._owned(whole.forward)
+        return self._owned(dynamo.generated_forward(whole))
 
     def _owned(self, run: Callable[..., Any]) -> Callable[..., Any]:
         """Returns a function that calls `run` without keeping it alive: torch may keep what a backend returns until
@@ -637,7 +638,7 @@ class TracedForward:
             probe.watch(state.args, listed(results), generators, layer, run.gradient_errors)
         if variant.partitioned is not None and variant.partitioned.sources:
             kept = variant.partitioned
-            autograd.drop_unread_gradients(listed(results), args, kept.sources, kept.takes_none)
+            autograd.drop_unread_gradients(listed(results), graph.is_tensor, kept.sources, kept.takes_none)
         run.note(variant, layer)
         return results
 

@@ -5,6 +5,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -115,6 +116,11 @@ class TracedGraph:
     analyzed: AnalyzedGraph | None = None
     variants: dict[str, Variant] = field(default_factory=dict)
     chosen_at: tuple[object, int, str] | None = None
+
+    @cached_property
+    def is_tensor(self) -> tuple[bool, ...]:
+        """Returns, for each input, whether it is a tensor."""
+        return tuple(isinstance(value, torch.Tensor) for value in self.inputs)
 
     def state_key(self, at: int) -> str:
         """Returns the key of an argument that is state: the class of the traced module, and the argument's source."""

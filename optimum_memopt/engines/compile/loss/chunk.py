@@ -70,7 +70,7 @@ def loss_and_gradient(
         # As tensors: a number would be compiled in, and differs between batches, as do the offsets of a batch's parts.
         factor = logits.new_full((), share, dtype=sum_dtype(logits.dtype))
         own = logits.view_as(logits)
-        with traced_sizes.static([(own, [1])]):
+        with traced_sizes.StaticSizes([(own, [1])]):
             return _compiled(of)(own, targets.clone(), factor), logits
 
 
