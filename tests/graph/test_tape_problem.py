@@ -9,8 +9,8 @@ from torch.distributed.fsdp import fully_shard
 
 from optimum_memopt.engines.api.run import HeldOutputs, HeldUntil
 from optimum_memopt.engines.compile.capture.capture import Capture, chosen_by
+from optimum_memopt.engines.compile.capture.layer_groups import layer_groups
 from optimum_memopt.engines.compile.capture.ranks import planned_ranks
-from optimum_memopt.engines.compile.capture.regions import layer_groups
 from optimum_memopt.engines.compile.capture.traced_graph import TraceSpec
 from optimum_memopt.engines.compile.memory.composition import compose
 from optimum_memopt.engines.compile.memory.eager_loss import EagerLoss, LossEvents

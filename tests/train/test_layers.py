@@ -13,7 +13,7 @@ import torch
 from allocations import allocated
 
 from optimum_memopt.engines.api.run import Selection
-from optimum_memopt.engines.compile.capture.regions import layer_groups
+from optimum_memopt.engines.compile.capture.layer_groups import layer_groups
 from optimum_memopt.engines.compile.capture.traced_forward import TracedForward
 from optimum_memopt.engines.compile.options import AUTO, LAYER, MODEL
 from optimum_memopt.engines.compile.predict.planner import Planner

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from optimum_memopt.engines.compile.capture.regions import layer_groups
+from optimum_memopt.engines.compile.capture.layer_groups import layer_groups
 from optimum_memopt.engines.compile.options import AUTO, LAYER, MODEL
 from optimum_memopt.engines.compile.sharding.leaf_layers import Zero3Layers
 from optimum_memopt.engines.compile.train.engine import CompileEngine

@@ -19,8 +19,8 @@ import torch
 
 from optimum_memopt.engines.api.engine import Engine
 from optimum_memopt.engines.api.run import Selection
+from optimum_memopt.engines.compile.capture.layer_groups import layer_groups
 from optimum_memopt.engines.compile.capture.moved_state import COMPARED_BACKWARDS
-from optimum_memopt.engines.compile.capture.regions import layer_groups
 from optimum_memopt.engines.compile.loss.decide import ROW
 from optimum_memopt.engines.compile.train.engine import CompileEngine
 from optimum_memopt.engines.shared.forward_patch import without_key_value_cache

@@ -518,6 +518,11 @@ def traced_storages(node: fx.Node) -> set[int]:
     return {held.address for tensor in tensors_in(node.meta.get("example_value")) for held in storages(tensor)}
 
 
+def writes_to_any(node: fx.Node, held: set[int]) -> bool:
+    """True if a call in a dynamo graph writes to one of these storages, see `traced_storages`."""
+    return any(held & traced_storages(written) for written in fx_graph.written_in_trace(node))
+
+
 def traced_value(node: fx.Node) -> Any:
     return node.meta["example_value"]
 

@@ -185,14 +185,29 @@ class _Recomputed(_Argument):
         return self.value
 
 
+class _Result(NamedTuple):
+    """A result of a run that may be rerun.
+
+    Attributes:
+        place: its position among the results.
+        storage: keeps the id of its storage from being reused.
+        writes: the number of writes to it so far.
+    """
+
+    source: _Repeated
+    place: int
+    offset: int
+    storage: dynamo.StorageWeakRef
+    writes: int
+
+
 class LayerInputs:
     """Runs graphs of one forward with offloaded or recomputed arguments, and keeps the runs to rerun."""
 
     def __init__(self) -> None:
         self._last: _Offloaded | None = None
-        # By the storage of a result: the run that returned it, its position and offset there, a weak reference that
-        # keeps the storage's id from being reused, and the number of writes to it.
-        self._returned: dict[int, tuple[_Repeated, int, int, dynamo.StorageWeakRef, int]] = {}
+        # By storage.
+        self._returned: dict[int, _Result] = {}
 
     def possible(self, plan: InputsPlan, args: Sequence[Any]) -> InputsPlan:
         """Returns the plan without recomputed arguments that no run has returned, such as those changed by a hook, or
@@ -200,7 +215,7 @@ class LayerInputs:
         known = set()
         for at in plan.recomputed:
             returned = self._returned.get(dynamo.storage_id(args[at]))
-            if returned is not None and returned[-1] == writes_to(args[at]):
+            if returned is not None and returned.writes == writes_to(args[at]):
                 known.add(at)
         return plan if known == plan.recomputed else replace(plan, recomputed=frozenset(known))
 
@@ -230,8 +245,9 @@ class LayerInputs:
             )
             arguments[dynamo.storage_id(given)] = self._last
         for place in sorted(plan.recomputed):
-            source, at, offset, *_ = self._returned[storage := dynamo.storage_id(args[place])]
-            arguments[storage] = source.results.setdefault(at, _Recomputed(offset, source=source))
+            earlier = self._returned[storage := dynamo.storage_id(args[place])]
+            recomputed = _Recomputed(earlier.offset, source=earlier.source)
+            arguments[storage] = earlier.source.results.setdefault(earlier.place, recomputed)
 
         def unless_held(value: Any) -> Any:
             argument = arguments.get(dynamo.storage_id(value)) if isinstance(value, torch.Tensor) else None
@@ -260,9 +276,9 @@ class LayerInputs:
             repeated = _Repeated(run, held, gathered, random if is_drawn else None)
             for at, result in enumerate(listed(results)):
                 if isinstance(result, torch.Tensor):
-                    alive = dynamo.StorageWeakRef(result.untyped_storage())
-                    place, writes = int(result.storage_offset()), writes_to(result)
-                    self._returned[dynamo.storage_id(result)] = repeated, at, place, alive, writes
+                    alive, offset = dynamo.StorageWeakRef(result.untyped_storage()), int(result.storage_offset())
+                    returned = _Result(repeated, at, offset, alive, writes_to(result))
+                    self._returned[dynamo.storage_id(result)] = returned
         return results
 
 

@@ -13,7 +13,7 @@ from optimum_memopt.compat.accelerate import final_norm
 from optimum_memopt.compat.bitsandbytes import is_4bit
 from optimum_memopt.compat.torch import dtype_name
 from optimum_memopt.compat.transformers import embeddings, layer_classes
-from optimum_memopt.engines.compile.capture.regions import layer_groups
+from optimum_memopt.engines.compile.capture.layer_groups import layer_groups
 from optimum_memopt.engines.torch_compat.fully_shard import fake_group
 from optimum_memopt.errors import MemOptError
 

@@ -27,17 +27,10 @@ from optimum_memopt.compat.torch import (
 from optimum_memopt.engines.compile.capture.error_probe import errors_line
 from optimum_memopt.engines.compile.capture.forward_call import CallKind, ForwardArgs
 from optimum_memopt.engines.compile.capture.gradient_probe import GradientErrors
+from optimum_memopt.engines.compile.capture.layer_groups import LayerGroup, layer_groups, opened_modules, regions_of
 from optimum_memopt.engines.compile.capture.layer_inputs import listed
 from optimum_memopt.engines.compile.capture.moved_state import StateArgs, StateWatch
-from optimum_memopt.engines.compile.capture.regions import (
-    LayerGroup,
-    Regions,
-    ResultsChangedError,
-    around_regions,
-    layer_groups,
-    opened_modules,
-    regions_of,
-)
+from optimum_memopt.engines.compile.capture.regions import Regions, ResultsChangedError, around_regions
 from optimum_memopt.engines.compile.capture.traced_graph import (
     ForwardRun,
     GraphChoices,

@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from optimum_memopt.engines.compile.loss.operator import LossShape
 from optimum_memopt.engines.torch_compat import dynamo
-from optimum_memopt.engines.torch_compat.fx_graph import autocast_dtype, written_in_trace
+from optimum_memopt.engines.torch_compat.fx_graph import autocast_dtype
 from optimum_memopt.engines.torch_compat.traced_sizes import elements
 
 _CROSS_ENTROPY = inspect.signature(functional.cross_entropy)
@@ -168,9 +168,7 @@ def _check_unwritten(chain: LossChain) -> None:
 def writers(graph: fx.Graph, nodes: Collection[fx.Node]) -> list[fx.Node]:
     """Returns the operators of a graph that write to the storage of one of these nodes."""
     held = set().union(*map(dynamo.traced_storages, nodes))
-    return [
-        node for node in graph.nodes if any(held & dynamo.traced_storages(each) for each in written_in_trace(node))
-    ]
+    return [node for node in graph.nodes if dynamo.writes_to_any(node, held)]
 
 
 def _path(node: fx.Node, reader: fx.Node) -> list[fx.Node]:

@@ -10,7 +10,7 @@ from optimum_memopt.compat.installed import software
 from optimum_memopt.compat.transformers import attention_implementation, is_encoder_decoder
 from optimum_memopt.engines.api.layer_paths import layer_in
 from optimum_memopt.engines.api.run import Run
-from optimum_memopt.engines.compile.capture.regions import layer_groups
+from optimum_memopt.engines.compile.capture.layer_groups import layer_groups
 from optimum_memopt.engines.compile.capture.traced_graph import TraceSpec
 from optimum_memopt.engines.compile.graph.analyzed_graph import with_gradient
 from optimum_memopt.engines.compile.graph.candidates import Candidate, by_row

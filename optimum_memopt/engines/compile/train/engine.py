@@ -17,7 +17,7 @@ from optimum_memopt.engines.api.run import ALONE, HeldUntil, LargestBatch, Run, 
 from optimum_memopt.engines.compile.capture.backend import check_compiler, default_compiler
 from optimum_memopt.engines.compile.capture.capture import check_model, check_trainer_arguments
 from optimum_memopt.engines.compile.capture.forward_call import ForwardArgs
-from optimum_memopt.engines.compile.capture.regions import layer_groups
+from optimum_memopt.engines.compile.capture.layer_groups import layer_groups
 from optimum_memopt.engines.compile.capture.traced_forward import TracedForward
 from optimum_memopt.engines.compile.capture.traced_graph import TraceSpec
 from optimum_memopt.engines.compile.loss.decide import loss_mode
