@@ -50,6 +50,25 @@ def own_parameters(module: torch.nn.Module) -> dict[str, torch.nn.Parameter | No
     return module._parameters
 
 
+def without_repeats(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a view of the numbers that a tensor has in memory: an expanded dimension has one entry."""
+    return tensor[places] if (places := _distinct(tensor)) else tensor
+
+
+def write_back(tensor: torch.Tensor, values: torch.Tensor) -> None:
+    """Write former values into a tensor, also into an expanded one, into which torch does not write.
+
+    Written through `.data`: a forward whose backward is pending may have saved the tensor's old values.
+    """
+    places = _distinct(tensor)
+    (tensor.data[places] if places else tensor.data).copy_(values[places] if places else values)
+
+
+def _distinct(tensor: torch.Tensor) -> tuple[slice, ...]:
+    steps = tensor.stride() if tensor.layout is torch.strided else ()
+    return tuple(slice(0, 1) if step == 0 else slice(None) for step in steps) if 0 in steps else ()
+
+
 def next_hook_id() -> int:
     """Returns the id that the next registered hook of any kind will get; later hooks get higher ids (torch 2.13)."""
     return RemovableHandle.next_id

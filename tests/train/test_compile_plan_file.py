@@ -141,6 +141,19 @@ def test_without_strict_another_graph_gets_what_fits(made: PlanFile, caplog: pyt
     assert "applying the parts that match" in caplog.text
 
 
+def test_without_strict_each_layer_gets_its_own_entry() -> None:
+    """All graphs differ from the file's, and layers run more often than it has entries."""
+    made = run_engine(ZOO["llama"].build(num_hidden_layers=5), Selection(level=1))
+    changed = [
+        replace(graph, signature=replace(graph.signature, operators={**graph.signature.operators, "erf": 7}))
+        for graph in made.graphs
+    ]
+    assert 1 < len(made.graphs) < 5
+    file = replace(made, graphs=tuple(changed))
+    applied = run_engine(ZOO["llama"].build(num_hidden_layers=5), Selection(plan=file, strict=False))
+    assert [graph.layers for graph in applied.graphs] == [graph.layers for graph in made.graphs]
+
+
 @in_turn
 def test_an_operator_that_is_not_there_is_named(made: PlanFile) -> None:
     (graph,) = made.graphs

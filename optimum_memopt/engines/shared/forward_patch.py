@@ -22,6 +22,7 @@ from optimum_memopt.compat.torch import (
     hooks_around_forward,
     next_hook_id,
     take_compiled_calls,
+    write_back,
 )
 from optimum_memopt.compat.transformers import offloads_checkpoints
 from optimum_memopt.engines.shared.function_state import (
@@ -104,7 +105,7 @@ class Attribute:
             setattr(self.module, self.name, self.value)
         if isinstance(self.value, torch.Tensor):
             if self.values is not None:
-                self.value.data.copy_(self.values)
+                write_back(self.value, self.values)
         elif self.is_other_container:
             refill(self.value, self.values)
         elif state_of(self.value) is not None:
@@ -174,11 +175,10 @@ class ForwardState:
         self.generators.restore()
         with torch.no_grad():
             for module, name, buffer, values in self.buffers:
-                # Written through `.data`: a forward whose backward is pending may have saved the buffer's old values.
-                buffer.data.copy_(values)
+                write_back(buffer, values)
                 setattr(module, name, buffer)
             for parameter, values in self.frozen:
-                parameter.data.copy_(values)
+                write_back(parameter, values)
             # A flag may record that hooks were registered on modules, and these hooks stay.
             has_hooks = has_hook_since(
                 (hooks for module, _ in self.names for hooks in hooks_around_call(module)), self.next_hook

@@ -30,6 +30,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from optimum_memopt.compat.torch import write_back
 from optimum_memopt.generators import set_state, state_of
 
 # Attributes that every module has for torch's own bookkeeping, except `training`.
@@ -153,7 +154,7 @@ class FunctionState:
         restore_containers(self.containers)
         for held, values in self.arrays:
             if isinstance(held, torch.Tensor):
-                held.data.copy_(values)
+                write_back(held, values)
             else:
                 held[... if isinstance(held, np.ndarray) else slice(None)] = values
         for context, value in self.contexts:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from optimum_memopt.compat.torch import writes_to
+from optimum_memopt.compat.torch import without_repeats, writes_to
 from optimum_memopt.engines.torch_compat import autograd, dynamo
 from optimum_memopt.logs import get_logger
 
@@ -72,7 +72,11 @@ def _compared(tensor: torch.Tensor, is_whole: bool) -> tuple[torch.Tensor, ...]:
     """Returns a copy of the tensor, or a sample of its numbers and the sum of all bits as integers, on the host."""
     if is_whole:
         return (tensor.to("cpu", copy=True),)
-    some = tensor.as_strided((min(tensor.numel(), _SAMPLE),), (max(1, tensor.numel() // _SAMPLE),))
+    tensor = without_repeats(tensor)
+    every = max(1, tensor.numel() // _SAMPLE)
+    is_dense = torch.ops.aten.is_non_overlapping_and_dense(tensor)
+    # The entries of a view with gaps are copied, so that none between them is compared.
+    some = tensor.as_strided((min(tensor.numel(), _SAMPLE),), (every,)) if is_dense else tensor.flatten()[::every]
     longest = max(range(tensor.dim()), key=tensor.shape.__getitem__)
     pieces = tensor.split(max(1, _SUMMED * tensor.shape[longest] // tensor.numel()), longest)
     sums = [_bits(piece).sum(dtype=torch.int64) for piece in pieces]

@@ -23,6 +23,7 @@ from optimum_memopt.compat.torch import (
     own_parameters,
     tensors_in,
     without_modes,
+    write_back,
 )
 from optimum_memopt.engines.compile.capture.error_probe import errors_line
 from optimum_memopt.engines.compile.capture.forward_call import CallKind, ForwardArgs
@@ -451,7 +452,7 @@ class TracedForward:
         # Newest first: of several copies of a tensor, the oldest is restored last.
         while self._overwritten:
             tensor, values = self._overwritten.pop()
-            tensor.data.copy_(values)
+            write_back(tensor, values)
 
     def forget_overwritten(self) -> None:
         self._overwritten = []

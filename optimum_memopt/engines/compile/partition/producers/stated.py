@@ -196,11 +196,11 @@ class FromPlanFile(Producer):
         return UnsupportedModelError(text, f"without the file {INSTEAD}")
 
     def choose(self, graph: AnalyzedGraph, earlier: Sequence[Choice] = ()) -> Choice:
-        """Chooses the file's entry with the graph's signature, else the entry at its position, which is applied as far
-        as possible, with a mismatch."""
+        """Chooses the file's entry with the graph's signature, else the closest one, which is applied as far as
+        possible, with a mismatch."""
         number, count = len(earlier), len(self.file.graphs)
         why = self.file.why if self.file.why.startswith("plan file") else f"plan file ({self.file.why})"
-        same = [entry for entry in self.file.graphs if entry.signature == graph.signature]
+        same = [entry for entry in self.file.graphs if entry.signature == graph.signature] or self._closest(graph)
         if not same and number >= count:
             mismatch = f"this is graph {number + 1} of the forward, and the file has {count}"
             return replace(torchs_choice(graph), why=why, mismatch=mismatch)
@@ -233,6 +233,23 @@ class FromPlanFile(Producer):
             inputs=inputs,
         )
         return with_exact_decisions(graph, choice)
+
+    def _closest(self, graph: AnalyzedGraph) -> list[GraphEntry]:
+        """Returns the entries for the graph's layer, or for code outside of layers; those that name most of its
+        operators, and have most of them, come first."""
+        known, operators = set(graph.paths.values()), Counter(graph.signature.operators)
+
+        def shared(entry: GraphEntry) -> tuple[int, int]:
+            named = sum(path in known for kind in _KINDS for path in _paths(entry, kind, graph))
+            return named, (operators & Counter(entry.signature.operators)).total()
+
+        own = (
+            entry
+            for entry in self.file.graphs
+            # An entry without plans is for code outside of layers, or by torch.
+            if any(graph.layer in each.layers for each in entry.layers) or not (entry.layers or graph.layer)
+        )
+        return sorted(own, key=shared, reverse=True)
 
     def _difference(self, plan: GraphEntry, graph: AnalyzedGraph) -> str:
         """Returns the difference between a graph and an entry's signature in words; empty if there is none."""
