@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from optimum_memopt import measure as measuring
 from optimum_memopt.errors import MemOptError
 from optimum_memopt.measure import Case, Measurement
-from optimum_memopt.memory.peak_monitor import MIB
+from optimum_memopt.sizes import MIB
 
 if TYPE_CHECKING:
     import torch

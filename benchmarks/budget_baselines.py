@@ -20,8 +20,8 @@ from optimum_memopt.engines.compile.graph.problem import Problem
 from optimum_memopt.engines.compile.memory.simulation import GraphSimulation, simulate
 from optimum_memopt.engines.compile.partition.producers import producer_for
 from optimum_memopt.engines.compile.solver.solver import Infeasible, Solver
-from optimum_memopt.memory.peak_monitor import MIB
 from optimum_memopt.plans.grammar import parse
+from optimum_memopt.sizes import MIB
 
 SHAPES = {
     "RoBERTa-base": Shape("roberta", 12, 768, 16, 512),

@@ -20,7 +20,7 @@ from optimum_memopt.engines.compile.costs.times import costs_of
 from optimum_memopt.engines.compile.train.engine import CompileEngine
 from optimum_memopt.errors import DoesNotFitError
 from optimum_memopt.memory import process
-from optimum_memopt.memory.peak_monitor import MIB
+from optimum_memopt.sizes import MIB
 
 MODELS = ("roberta", "deberta-v2")
 NO_PLAN = "no plan"

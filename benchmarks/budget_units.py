@@ -10,7 +10,7 @@ from shared import to_markdown
 
 from optimum_memopt.engines.compile.options import LAYER, MODEL
 from optimum_memopt.engines.compile.solver.forward_solver import ForwardSolver
-from optimum_memopt.memory.peak_monitor import MIB
+from optimum_memopt.sizes import MIB
 
 SHAPES = {
     "RoBERTa": Shape("roberta", 12, 768, 16, 512),

@@ -40,7 +40,8 @@ def measure(arguments: argparse.Namespace) -> dict:
     import optimum_memopt
     from optimum_memopt.engines.shared.label_smoothing import LabelSmoothing
     from optimum_memopt.memory import process
-    from optimum_memopt.memory.peak_monitor import MIB, PeakMonitor
+    from optimum_memopt.memory.peak_monitor import PeakMonitor
+    from optimum_memopt.sizes import MIB
 
     torch.manual_seed(0)
     config = transformers.RobertaConfig(

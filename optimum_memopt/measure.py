@@ -30,6 +30,7 @@ from tabulate import tabulate
 from optimum_memopt.errors import MemOptError, run
 from optimum_memopt.plans.table import PlanTable
 from optimum_memopt.predict.workload import Workload
+from optimum_memopt.sizes import MIB
 
 if TYPE_CHECKING:
     import torch
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
 
 
 _REMARK = "[memopt] "
-_MIB = 2**20
 
 
 @dataclass(frozen=True)
@@ -197,7 +197,7 @@ def _outside_torch_mib(device: "torch.device") -> float:
     if device.type != "cuda":
         return 0.0
     free, total = torch.cuda.mem_get_info(device)
-    return (total - free - torch.cuda.memory_reserved(device)) / _MIB
+    return (total - free - torch.cuda.memory_reserved(device)) / MIB
 
 
 def spawn(case: Case, program: Sequence[str] = ("-m", "optimum_memopt.measure")) -> Measurement:
@@ -365,7 +365,7 @@ class MeasuredCase:
 
     def saving_bytes(self, no_plan: "MeasuredCase") -> int | None:
         """Returns how far the peak is below that of `no_plan`; None if the run failed."""
-        return None if self.measurement is None else round((no_plan.outcome.peak - self.outcome.peak) * _MIB)
+        return None if self.measurement is None else round((no_plan.outcome.peak - self.outcome.peak) * MIB)
 
     def to_dict(self) -> dict[str, Any]:
         if self.measurement is None:
@@ -481,7 +481,7 @@ def sweep(
         return runs[-1]
 
     no_plan = run("no plan", {})
-    table, peak_bytes = no_plan.measured.engine_table, no_plan.measured.peak_mib * _MIB
+    table, peak_bytes = no_plan.measured.engine_table, no_plan.measured.peak_mib * MIB
     measured: dict[Rows, MeasuredCase] = {NOTHING: no_plan}
     if config is not None:
         own = run("config", {"memory_opt_config": config})

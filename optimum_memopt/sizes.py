@@ -7,6 +7,7 @@ from fractions import Fraction
 
 from optimum_memopt.errors import MemOptError, excerpt
 
+MIB = 2**20
 AUTO = "auto"
 # A lower-case b means bytes too: accelerate's `convert_file_size_to_int` takes 24gb for 24 gigabits.
 _UNITS = {

@@ -30,6 +30,10 @@ def patterns(trainable: object) -> tuple[str, ...]:
     return tuple(found)
 
 
+# Settings of a model and its batch that a measured step takes, too; all others are for predictions.
+MEASURED = frozenset({"model", "task", "batch_size", "seq_len"})
+
+
 @dataclass(frozen=True)
 class ModelSettings:
     """A model, given by its config, and the batch that it trains on."""

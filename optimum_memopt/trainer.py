@@ -35,12 +35,12 @@ from optimum_memopt.engines.shared.in_place import engine_of
 from optimum_memopt.engines.shared.registry import create, factory, registrations
 from optimum_memopt.errors import MemOptError, excerpt, line_of
 from optimum_memopt.logs import get_logger
-from optimum_memopt.memory.peak_monitor import MIB
 from optimum_memopt.oom import guard, replan
 from optimum_memopt.oom.guard import MemoryReportCallback
 from optimum_memopt.options import MemOptOptions, from_keywords, resolve
 from optimum_memopt.plans.table import PlanTable
 from optimum_memopt.report.page import Page, training_page, write_training_page
+from optimum_memopt.sizes import MIB
 from optimum_memopt.trainer_patches import ATTACHMENT, Patch, TrainerPatches
 from optimum_memopt.training import batches, fake_run
 from optimum_memopt.training.fake_run import PhaseCheckCallback
@@ -249,13 +249,16 @@ def run_summary(trainer: Trainer) -> str:
     if memopt is None:
         raise MemOptError("run_summary needs a Trainer with an engine; see attach(trainer)")
     table = memopt.table
-    speeds = [entry["train_samples_per_second"] for entry in trainer.state.log_history if "train_runtime" in entry]
+    speed = "train_samples_per_second"
+    speeds = [entry[speed] for entry in trainer.state.log_history if speed in entry]
     on = [f"{plan.config} ({plan.applied_count} of {plan.frequency})" for plan in table.enabled] if table else []
-    claimed = f"{table.claimed_saving_bytes / MIB:.1f} MiB" if table else "nothing (no step has run)"
+    claimed = "nothing (no step has run)"
+    if table:
+        claimed = f"{table.claimed_saving_bytes / MIB:.1f} MiB of saved activations, first batch"
     lines = {
         "engine": " ".join((memopt.engine.name, *(table.header[:1] if table else ()))),
         "plans on": ", ".join(on) or "none",
-        "claimed saving": f"{claimed} of saved activations, first batch",
+        "claimed saving": claimed,
         **({"predicted peak": f"{predicted:.1f} MiB"} if (predicted := memopt.plan_stats.predicted_peak_mib) else {}),
         "measured peak": f"{memopt.measured_peak_mib:.1f} MiB",
         "samples/s": f"{speeds[-1]:.2f}" if speeds else "unknown",
@@ -304,7 +307,7 @@ def _keep_serialisable(args: Any, checked: MemOptOptions, overrides: Mapping[str
 
 
 def _callbacks(trainer: Trainer, options: MemOptOptions) -> dict[type, Any]:
-    """Returns the callbacks that the options ask for, by class: the Trainer's own if it has one, else a new one."""
+    """Returns the enabled callbacks, by class: the Trainer's own if it has one, else a new one."""
     path, log_steps = options.memory_opt_log_file, options.memory_opt_log_steps
     wanted: dict[type, dict[str, Any]] = {PlanStatsCallback: {"path": path}, MemoryReportCallback: {}}
     if options.log_input_density:

@@ -173,7 +173,7 @@ def capture(function: Callable[..., Any], *args: Any, dynamic: bool = True, **kw
     torch._dynamo.reset()
 
     def backend(module: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
-        return compile_graph("aot_eager", module, inputs, record, lambda backward: backward, saw=None, say=print)
+        return compile_graph("aot_eager", module, inputs, record, lambda backward: backward, on_graph=None, log=print)
 
     compiled = torch.compile(dynamo.with_own_code(function), backend=backend, dynamic=dynamic)
     with dynamo.configured(has_regions=False):

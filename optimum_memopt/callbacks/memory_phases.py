@@ -15,7 +15,8 @@ from optimum_memopt.callbacks.reporting import StepCallback, callback_of, is_fin
 from optimum_memopt.compat.torch import at_end_of_backward, tensors_in
 from optimum_memopt.copies import add_hook
 from optimum_memopt.engines.api.predictions import Phase
-from optimum_memopt.memory.peak_monitor import MIB, CpuMemory, CudaMemory, PeakMonitor, held, merged, peak
+from optimum_memopt.memory.peak_monitor import CpuMemory, CudaMemory, PeakMonitor, held, merged, peak
+from optimum_memopt.sizes import MIB
 
 
 def format_line(step: int, phase: str, reading: CpuMemory | CudaMemory, method: str) -> str:

@@ -13,8 +13,9 @@ from optimum_memopt.engines.api.engine import Engine
 from optimum_memopt.engines.shared.in_place import engine_of
 from optimum_memopt.logs import LOG_LEVELS, get_logger, rank
 from optimum_memopt.memory import process
-from optimum_memopt.memory.peak_monitor import MIB, PeakMonitor
+from optimum_memopt.memory.peak_monitor import PeakMonitor
 from optimum_memopt.plans.table import PlanTable
+from optimum_memopt.sizes import MIB
 
 # The table that `optimize` has logged for each model, so that a callback does not log it again.
 tables_shown: "weakref.WeakKeyDictionary[torch.nn.Module, PlanTable]" = weakref.WeakKeyDictionary()

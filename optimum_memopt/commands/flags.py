@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 from dataclasses import MISSING, Field, dataclass
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args
 
-from optimum_memopt.errors import MemOptError, excerpt, flags_named
+from optimum_memopt.errors import excerpt, flags_named
 from optimum_memopt.option_values import Numbers, checked, flag, without_numbers
 from optimum_memopt.sizes import AUTO
 from optimum_memopt.step_settings import COUNTS, ModelSettings, PlanSettings, StepSpec, engine_options, flags_of
@@ -171,9 +171,6 @@ def spec_of(args: Any) -> StepSpec:
     check_numbers(args, StepSpec)
     spec = read(StepSpec, args)
     spec.check("--")
-    for name in ("keep_outputs", "no_padding"):
-        if spec.fsdp > 1 and name in given_flags(args):
-            raise MemOptError(f"--{name} with --fsdp: plain PyTorch on one device only; leave out one of them")
     optimizers.check(spec.optim)
     return spec
 

@@ -25,7 +25,15 @@ from optimum_memopt.plans.grammar import parse
 from optimum_memopt.predict.workload import Workload, warn_of_precision
 from optimum_memopt.report import charts
 from optimum_memopt.sizes import AUTO, gib_text
-from optimum_memopt.step_settings import COUNTS, ModelSettings, PlanSettings, StepSpec, engine_options, flags_of
+from optimum_memopt.step_settings import (
+    COUNTS,
+    MEASURED,
+    ModelSettings,
+    PlanSettings,
+    StepSpec,
+    engine_options,
+    flags_of,
+)
 
 _OF_PLAN = tuple(flags_of(PlanSettings))
 # Flags that need a single batch size, and why.
@@ -35,7 +43,7 @@ _OF_ONE_SIZE = {
 }
 # Flags that only a prediction takes: about a device and its peak, and about the step (`_OF_STEP`).
 _OF_DEVICE = ("device", "budget_curve", "html", "at_peak")
-_MEASURED = {"model", "task", "batch_size", "seq_len", "device", "compiler"}
+_MEASURED = {*MEASURED, "device", "compiler"}
 _OF_STEP = [name for kind in (StepSpec, ModelSettings) for name in flags_of(kind) if name not in _MEASURED]
 # Flags that conflict with --ways plain, and with --measure.
 _OF_ENGINE = (*_OF_PLAN, "loss", "compiler", "budget_curve", "output", "measure", "fsdp")

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import psutil
 import torch
 
-MIB = 2.0**20
+from optimum_memopt.sizes import MIB
 
 _STATUS = Path("/proc/self/status")
 _STATUS_LINES = re.compile(r"^(VmRSS|VmHWM):\s*(\d+)", re.MULTILINE)

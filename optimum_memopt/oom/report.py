@@ -147,7 +147,7 @@ def _kept(device: torch.device) -> int:
 _NAME = "memory_report"
 # Maximum rows per category in the log; the files have all rows.
 _SHOWN = 5
-_HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_MIXED_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16}
 # Recompute does not help in the optimizer's step: the activations are freed by then.
 _FEWER_STATES = "an optimizer with smaller states needs less, such as --optim adamw_8bit or adafactor; so does LoRA"
 
@@ -332,7 +332,7 @@ def _explained(
         run=run_of(trainer),
         rows=train_batch_size(trainer),
         accumulation=trainer.args.gradient_accumulation_steps,
-        autocast=_HALVES.get(trainer.accelerator.mixed_precision),
+        autocast=_MIXED_PRECISION.get(trainer.accelerator.mixed_precision),
     )
     try:
         return predicting_factory().explain(failed)

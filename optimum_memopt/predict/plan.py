@@ -21,13 +21,12 @@ from optimum_memopt.engines.shared.registry import factory, predicting_engine
 from optimum_memopt.errors import MemOptError, excerpt, flags_named
 from optimum_memopt.generators import preserved_generators
 from optimum_memopt.memory import optimizers
-from optimum_memopt.memory.peak_monitor import MIB
 from optimum_memopt.option_values import Numbers, checked
 from optimum_memopt.options import MemOptOptions, resolve
 from optimum_memopt.plans.plan_file import PlanFile
 from optimum_memopt.plans.table import PlanTable
 from optimum_memopt.predict.workload import ModuleWorkload, Workload, task_of, warn_of_precision
-from optimum_memopt.sizes import AUTO, LARGEST, Budget, gib_text, parse_budget
+from optimum_memopt.sizes import AUTO, LARGEST, MIB, Budget, gib_text, parse_budget
 from optimum_memopt.step_settings import ModelSettings, StepSpec, described, engine_options, patterns
 
 if TYPE_CHECKING:
@@ -157,7 +156,8 @@ def _of_module(module: torch.nn.Module, inputs: object, settings: Mapping[str, A
     batch = Workload(model_config, **named).checked()
     with preserved_generators(), torch.device("meta"):
         inputs = batch.batch_of(model_config)
-    return ModuleWorkload.of(module, inputs, None, trainable)
+    # The mask of a batch without padding has values, on which models branch.
+    return ModuleWorkload.of(module, {**inputs, **batch.values}, None, trainable)
 
 
 # Short names of categories.

@@ -23,7 +23,7 @@ from optimum_memopt.engines.shared.in_place import engine_of
 from optimum_memopt.errors import MemOptError, excerpt, listing, path_excerpt
 from optimum_memopt.logs import get_logger
 from optimum_memopt.predict.adapter import parse_adapter, parse_quantization, quantized, with_adapter
-from optimum_memopt.step_settings import COUNTS, ModelSettings
+from optimum_memopt.step_settings import COUNTS, MEASURED, ModelSettings
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -189,8 +189,10 @@ class Workload(ModelSettings):
 
     @property
     def suggestion(self) -> str:
-        """Returns a hint on how to get figures for a model that cannot be traced."""
-        return "; optimum-cli memopt plan --measure runs it"
+        """Returns a hint on how to get figures for a model that cannot be traced; empty if it cannot be measured."""
+        settings = (field for field in fields(ModelSettings) if field.name not in MEASURED)
+        is_measured = all(getattr(self, field.name) == field.default for field in settings)
+        return "; optimum-cli memopt plan --measure runs it" if is_measured else ""
 
     def check(self) -> None:
         """Check the arguments without importing anything heavy.

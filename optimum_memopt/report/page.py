@@ -27,12 +27,11 @@ from optimum_memopt.engines.api.predictions import (
 )
 from optimum_memopt.errors import excerpt, line_of, writing
 from optimum_memopt.logs import best_effort, get_logger
-from optimum_memopt.memory.peak_monitor import MIB
 from optimum_memopt.option_values import check_drawing
 from optimum_memopt.plans.table import PlanTable
 from optimum_memopt.report import charts
 from optimum_memopt.report.snapshot import measured_snapshot, predicted_snapshot
-from optimum_memopt.sizes import gib_text
+from optimum_memopt.sizes import MIB, gib_text
 
 
 @dataclass(frozen=True)

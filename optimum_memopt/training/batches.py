@@ -356,8 +356,9 @@ def largest_batch(trainer: Any) -> LargestBatch | None:
     collate = trainer.data_collator
     multiple = getattr(collate, "pad_to_multiple_of", None) or 1
     padded = np.ceil(lengths / multiple) * multiple
-    if getattr(collate, "padding", None) == "max_length" and isinstance(collate.max_length, int):
-        padded = np.maximum(padded, collate.max_length)
+    longest = getattr(collate, "max_length", None)
+    if getattr(collate, "padding", None) == "max_length" and isinstance(longest, int):
+        padded = np.maximum(padded, longest)
     is_grouped = callback_of(trainer, ComplexityCallback) is not None
     strategy = GROUPED if is_grouped else strategy_of(trainer.args)
     return LargestBatch(rows, int(padded.max()), batch_lengths(padded, rows, strategy), most_tokens)

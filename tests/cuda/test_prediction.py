@@ -5,7 +5,7 @@ import torch
 from gpu.steps import DTYPES, MODELS, outputs_of
 
 from optimum_memopt import optimize
-from optimum_memopt.memory.peak_monitor import MIB
+from optimum_memopt.sizes import MIB
 from tests.cuda.steps import Held, Training, training
 from tests.trainer_runs import log_lines
 

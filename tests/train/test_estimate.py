@@ -8,7 +8,9 @@ import torch
 from allocations import allocated
 from transformers import Trainer, TrainingArguments
 
+import optimum_memopt
 from optimum_memopt.engines.api.run import Run, Selection
+from optimum_memopt.engines.compile.capture.capture import Capture
 from optimum_memopt.engines.compile.predict.estimate import estimate, plain_ways
 from optimum_memopt.engines.compile.predict.micro_batches import of_workload
 from optimum_memopt.engines.compile.train.engine import CompileEngine
@@ -266,3 +268,38 @@ def test_plain_names_of_sizes() -> None:
     assert plain_sizes(known, None, None) == {}
     with pytest.raises(MemOptError, match="^seq_len=3: no size that can be changed; those are inputs_pixels_dim0$"):
         plain_sizes({"inputs_pixels_dim0": 8}, 4, 3)
+
+
+@pytest.mark.parametrize("padding", [True, False])
+def test_a_module_is_planned_with_the_padding_of_its_config(tmp_path, padding):
+    workload = Workload(save(tmp_path, "bert-mlm"), "fill-mask", 4, 16, padding=padding)
+    of_config = optimum_memopt.plan(
+        str(workload.model), "fill-mask", batch_size=4, seq_len=16, padding=padding, device="h100"
+    )
+    of_module = optimum_memopt.plan(
+        workload.build()[0], "fill-mask", batch_size=4, seq_len=16, padding=padding, device="h100"
+    )
+    assert of_module.peak == of_config.peak
+    assert of_module.plan.solved_for["padding"] is of_config.plan.solved_for["padding"] is padding
+
+
+def test_a_sum_of_a_scalar_takes_no_workspace():
+    class Scalar(torch.nn.Linear):
+        def forward(self, x):
+            return super().forward(x).square().mean().sum(dim=0)
+
+    assert optimum_memopt.plan(Scalar(8, 8), example_inputs={"x": torch.randn(4, 8)}, device="h100").peak > 0
+
+
+def test_an_error_names_no_command_that_refuses_the_settings(tmp_path, monkeypatch):
+    def fail(*_):
+        raise RuntimeError("cannot be traced")
+
+    monkeypatch.setattr(Capture, "run", fail)
+    folder, ends = save(tmp_path, "gpt2", num_hidden_layers=1), "memopt plan --measure runs it"
+    with pytest.raises(MemOptError, match=f"{ends}$"):
+        optimum_memopt.plan(folder, "text-generation", batch_size=2, seq_len=8)
+    for refused in ({"bf16": True}, {"dtype": "bfloat16"}, {"device": "h100"}, {"fsdp": 2}):
+        with pytest.raises(MemOptError) as error:
+            optimum_memopt.plan(folder, "text-generation", batch_size=2, seq_len=8, **refused)
+        assert ends not in str(error.value)

@@ -14,7 +14,8 @@ from optimum_memopt.callbacks.memory_phases import MemoryPhasesCallback, format_
 from optimum_memopt.compat.torch import tensors_in
 from optimum_memopt.logs import set_log_level
 from optimum_memopt.memory import peak_monitor
-from optimum_memopt.memory.peak_monitor import MIB, CpuMemory, CudaMemory
+from optimum_memopt.memory.peak_monitor import CpuMemory, CudaMemory
+from optimum_memopt.sizes import MIB
 from tests.trackers import numbers, tracked
 
 PHASES = ["pre_forward", "post_forward", "pre_backward", "post_backward", "post_optimizer_step"]

@@ -36,9 +36,8 @@ from optimum_memopt.engines.compile.predict.estimate import estimate
 from optimum_memopt.engines.compile.predict.micro_batches import of_workload
 from optimum_memopt.engines.compile.train.engine import CompileEngine
 from optimum_memopt.errors import DoesNotFitError
-from optimum_memopt.memory.peak_monitor import MIB
 from optimum_memopt.predict.workload import Workload
-from optimum_memopt.sizes import Budget, parse_budget
+from optimum_memopt.sizes import MIB, Budget, parse_budget
 from optimum_memopt.step_settings import StepSpec
 from tests.compiled import below_recompute, hold_still
 from tests.fresh_process import run

@@ -352,3 +352,37 @@ def test_the_forward_of_a_layer_is_replaced_between_steps(step: int) -> None:
     for ours, expected in zip(trained_on(model), trained_on(plain), strict=True):
         assert_bitwise_same(ours, expected)
     engine.detach()
+
+
+class Expanded(torch.nn.Module):
+    """Scales by a buffer whose rows share their memory, and by every second column of another one."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("scale", torch.rand(1, WIDTH).expand(rows, WIDTH))
+        self.register_buffer("columns", torch.rand(rows, 2 * WIDTH)[:, ::2])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + gelu(self.linear(x) * self.scale).tanh() * self.columns
+
+
+@pytest.mark.parametrize("asked", ["level 1", "budget"])
+# More rows than numbers that are compared as a whole.
+@pytest.mark.parametrize("rows", [6, 8192 // WIDTH])
+def test_buffers_with_shared_memory(rows: int, asked: str) -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(
+        *(Expanded(rows) for _ in range(4)), torch.nn.Flatten(0), torch.nn.LayerNorm(WIDTH * rows)
+    )
+    model.append(Mean())
+    plain, batches = copy.deepcopy(model), torch.randn(4, rows, WIDTH)
+    chosen = Selection(budget=parse_budget("64GiB")) if asked == "budget" else selection(asked)
+    engine = attached(model, chosen)
+    assert_bitwise_same(trained(model, batches), trained(plain, batches))
+    assert (table := engine.plans()) is not None and "by aot_eager" in table.header[0]
+
+
+class Mean(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.square().mean()

@@ -18,10 +18,9 @@ from optimum_memopt.engines.compile.predict.estimate import estimate, plain_ways
 from optimum_memopt.engines.compile.predict.micro_batches import of_workload
 from optimum_memopt.engines.compile.predict.plain_step import plain_step
 from optimum_memopt.engines.simulator.devices import DEVICES
-from optimum_memopt.memory.peak_monitor import MIB
 from optimum_memopt.predict.advise import advise, fitting
 from optimum_memopt.predict.workload import Workload
-from optimum_memopt.sizes import Budget, parse_budget
+from optimum_memopt.sizes import MIB, Budget, parse_budget
 from optimum_memopt.step_settings import StepSpec
 from tests.rotation import in_turn, nightly
 from tests.saved_configs import save

@@ -106,6 +106,12 @@ def test_attach_to_a_stock_trainer(tmp_path, plain_weights, engine):
     assert f"{config} (1 of 1)" in run_summary(trainer)
 
 
+def test_summary_of_a_run_that_logs_its_speed_in_each_step(tmp_path):
+    trainer = make(tmp_path, "gpt2", include_num_input_tokens_seen="all", logging_steps=1, memory_opt_engine="compile")
+    trainer.train()
+    assert "samples/s" in run_summary(trainer)
+
+
 class Overrides:
     """Overrides the usual methods of a subclass, with an effect on the weights."""
 

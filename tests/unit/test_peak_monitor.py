@@ -6,7 +6,6 @@ import torch
 
 from optimum_memopt.memory import peak_monitor
 from optimum_memopt.memory.peak_monitor import (
-    MIB,
     CpuMemory,
     CudaMemory,
     PeakMonitor,
@@ -15,6 +14,7 @@ from optimum_memopt.memory.peak_monitor import (
     parse_status,
     peak,
 )
+from optimum_memopt.sizes import MIB
 
 SPIKE = 256  # MiB; above glibc's largest mmap threshold, so that freeing it returns it to the system
 SLACK = 48  # MiB for other allocations of the process meanwhile

@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 from tabulate import tabulate
 
 from optimum_memopt.engines.api.layer_paths import equal_layers
-from optimum_memopt.memory.peak_monitor import MIB
 from optimum_memopt.plans.plan_file import PlanFile
 from optimum_memopt.plans.table import PlanTable
-from optimum_memopt.sizes import gib_text
+from optimum_memopt.sizes import MIB, gib_text
 
 if TYPE_CHECKING:
     import torch

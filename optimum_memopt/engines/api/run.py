@@ -224,8 +224,8 @@ class EngineOptions:
     )
     memory_opt_log_level: str = flag(
         "info",
-        "info: the plan table, on rank 0. devinfo: also each node as the engine sees it, on all ranks, and a line for "
-        "each memory phase. verbose: also the engine's own log.",
+        "warning: no tables. info: the plan table, on rank 0. devinfo: also each node as the engine sees it, on all "
+        "ranks, and a line for each memory phase. verbose: also the engine's own log.",
         choices=tuple(LOG_LEVELS),
     )
     memory_opt_report: os.PathLike | str | None = flag(

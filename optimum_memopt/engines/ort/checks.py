@@ -243,9 +243,9 @@ def remarks(model: torch.nn.Module) -> tuple[str, ...]:
         if name and any(getattr(module, hooks, None) for hooks in internals.MODULE_HOOKS)
     ]
     if hooked:
-        shown = ", ".join(hooked[:3]) + (", …" if len(hooked) > 3 else "")
         lines.append(
-            f"hooks on {len(hooked)} submodules ({shown}) run once, at export: ONNX Runtime does not run modules"
+            f"hooks on {len(hooked)} submodules ({abbreviate(hooked)}) run once, at export: ONNX Runtime does not run "
+            "modules"
         )
     if any(parameter.is_cuda for parameter in model.parameters()):
         lines.append(

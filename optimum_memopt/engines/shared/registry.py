@@ -74,7 +74,7 @@ def engine_names() -> tuple[str, ...]:
 def factory(name: str) -> EngineFactory[Any]:
     """Returns the factory of a registered engine. Raises MemOptError if there is no such engine."""
     if name not in _registrations:
-        raise MemOptError(f"memory_opt_engine {name!r}: allowed: {', '.join((AUTO, *engine_names()))}")
+        raise MemOptError(f"--memory_opt_engine {name!r}: allowed: {', '.join((AUTO, *engine_names()))}")
     return _registrations[name].load()
 
 
@@ -97,7 +97,7 @@ def choose_engines(name: str, options: EngineOptions | None = None) -> tuple[tup
     """
     if name != AUTO:
         if missing := factory(name).missing():
-            raise MemOptError(f"memory_opt_engine {name}: {missing}")
+            raise MemOptError(f"--memory_opt_engine {name}: {missing}")
         return (name,), "requested"
     names, reasons = [], []
     for candidate in engine_names():
@@ -107,7 +107,7 @@ def choose_engines(name: str, options: EngineOptions | None = None) -> tuple[tup
         else:
             names.append(candidate)
     if not names:
-        raise MemOptError(f"memory_opt_engine auto: no engine works here: {'; '.join(reasons)}")
+        raise MemOptError(f"--memory_opt_engine auto: no engine works here: {'; '.join(reasons)}")
     return tuple(names), "; ".join(["auto: the first engine that works here", *reasons])
 
 

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from optimum_memopt.engines.simulator.events import Event
+from optimum_memopt.sizes import MIB
 
-MIB = 2**20
 _GRANULE = 512
 # Requests up to this size share small segments.
 _SMALL = MIB

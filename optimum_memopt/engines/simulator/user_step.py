@@ -97,12 +97,12 @@ class Simulator:
     def run(
         self, call: Callable[[], Any], held: object, finds_variables: bool = True, reads_floats: bool = False
     ) -> SimulatedStep:
-        """Call the step twice; the second call is counted.
+        """Call the step twice, and a third time with `finds_variables`; the second call is counted.
 
         Args:
             call: a step on this simulator's tensors.
             held: object that holds the tensors existing before the step, and the modules that name its operators.
-            finds_variables: run the step a second time to find the variables that hold memory at the peak.
+            finds_variables: call it once more, to find the variables that hold memory at the peak.
             reads_floats: reading an unknown floating-point number, as for logs, returns 1 instead of raising.
 
         Raises:

@@ -322,10 +322,10 @@ _CPU_RULES: dict[str, Callable[[Sequence[Any]], sympy.Expr]] = {
 
 
 def _reduction(source: torch.Tensor, options: Sequence[Any], result: Any, device: Multiprocessors) -> sympy.Expr:
-    dims = next((option for option in options if isinstance(option, list | tuple)), None)
-    reduced = {dim % source.dim() for dim in dims} if dims else set(range(source.dim()))
     if not source.dim() or not isinstance(result, torch.Tensor):
         return _ZERO
+    dims = next((option for option in options if isinstance(option, list | tuple)), None)
+    reduced = {dim % source.dim() for dim in dims} if dims else set(range(source.dim()))
     sizes, strides = [symbolic(size) for size in source.shape], [symbolic(step) for step in source.stride()]
     outputs = sympy.Mul(*(size for dim, size in enumerate(sizes) if dim not in reduced))
     inputs = sympy.Mul(*(size for dim, size in enumerate(sizes) if dim in reduced))

@@ -60,8 +60,8 @@ def compile_graph(
     inputs: Sequence[Any],
     partition: Callable[[fx.GraphModule, Any, int, dict[str, Any]], tuple[Choice, Modules]],
     wrap_backward: Callable[[Callable[..., Any]], Callable[..., Any]],
-    saw: Callable[[fx.Graph, Any, bool], None] | None,
-    say: Callable[[str], None],
+    on_graph: Callable[[fx.Graph, Any, bool], None] | None,
+    log: Callable[[str], None],
     is_draft: Callable[[], bool] = lambda: False,
 ) -> Callable[..., Any]:
     """Compile a graph traced by dynamo.
@@ -71,16 +71,16 @@ def compile_graph(
         partition: takes the joint graph, its inputs, the number of its outputs that are the forward's, and torch's
             other arguments.
         wrap_backward: takes the compiled backward, and returns the function that runs in its place.
-        saw: see `inductor.compile_with_inductor`; so for `is_draft`.
-        say: logs a line.
+        on_graph, is_draft: see `inductor.compile_with_inductor`.
+        log: logs a line.
     """
     inputs, partitioner = dynamo.of_trace(inputs), _Partitioner(partition)
     with contextlib.ExitStack() as stack:
         if line := kernels.cudnn_attention_warning(module.graph):
-            say(line)
+            log(line)
             stack.enter_context(kernels.without_cudnn_attention())
         if compiler == "inductor":
-            return inductor.compile_with_inductor(module, inputs, partitioner, wrap_backward, saw, is_draft)
+            return inductor.compile_with_inductor(module, inputs, partitioner, wrap_backward, on_graph, is_draft)
         return dynamo.compile_without_compiler(module, inputs, partitioner, wrap_backward, dropout.decompositions())
 
 

@@ -30,8 +30,8 @@ from optimum_memopt.engines.simulator.events import StepEvents, Storage, bytes_b
 from optimum_memopt.engines.torch_compat import dynamo, fully_shard, zero3
 from optimum_memopt.memory.capacity import capacity, capacity_of, host_available
 from optimum_memopt.memory.optimizers import DEFAULT, Optimizer, PlannedOptimizer, planned_like, state_tensors
-from optimum_memopt.memory.peak_monitor import MIB, held_bytes
-from optimum_memopt.sizes import Budget
+from optimum_memopt.memory.peak_monitor import held_bytes
+from optimum_memopt.sizes import MIB, Budget
 
 # On a CPU the process itself grows during training, by compiled code and memory that malloc keeps: by 10 to 16 MiB
 # without a plan, by 23 to 26 MiB under a budget (RoBERTa, Llama, LoRA of 480 to 750 MiB). In bytes, and as a share of

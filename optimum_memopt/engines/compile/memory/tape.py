@@ -452,7 +452,7 @@ def resized(
             same = [shape.now for shape in results if (shape.storage, shape.before) == argument]
             passed.update(zip(schedule.inputs[position], same[-1], strict=True) if same else ())
         values = {symbol: _grown(size, results) for symbol, size in before.items()}
-        # The graph may also run for another length than the one that its sizes are named by.
+        # The graph may also run for another length than that in its sizes' names.
         values |= {symbol: size for symbol, size in named[call.graph].items() if before[symbol] == traced[symbol]}
         values |= {symbol: size for symbol, size in passed.items() if symbol in before}
         sizes.append(values)

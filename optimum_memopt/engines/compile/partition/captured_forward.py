@@ -180,6 +180,17 @@ class CapturedForward:
             runs.append(made[key])
         return tape, tuple(runs)
 
+    def slower(self, factor: float) -> "CapturedForward":
+        """Returns the forward with the seconds of all operators and conversions multiplied by a factor."""
+        priced = self.priced([[each * factor for each in graph.costs.seconds] for graph in self.graphs])
+        graphs = (
+            graph
+            if (own := graph.conversions) is None
+            else replace(graph, conversions=own.priced(each * factor for each in own.seconds))
+            for graph in priced.graphs
+        )
+        return replace(priced, graphs=tuple(graphs))
+
     def priced(self, seconds: Sequence[Sequence[float]]) -> "CapturedForward":
         """Returns the forward with other seconds for each graph's operators, for any batch size."""
 

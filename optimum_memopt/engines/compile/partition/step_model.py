@@ -60,7 +60,9 @@ class StepModel:
         """Returns the same graphs in another context, with the cached problem and solvers if they still apply."""
         other = replace(self, context=context)
         if context.fixed.frees_gradients == self.context.fixed.frees_gradients:
-            vars(other).update(problem=self.problem, solver=self.solver, compression=self.compression)
+            vars(other).update(problem=self.problem, compression=self.compression)
+            # The host's free memory may differ, but not what recompute alone can do.
+            vars(other.solver).update(solver=self.solver.solver)
         return other
 
     def part(self, times: int) -> "StepModel":
@@ -74,8 +76,9 @@ class StepModel:
         forward, fixed = self.forward, self.context.fixed
         before = max((size for graph in forward.graphs for size in graph.row_symbols.values()), default=rows)
         context = replace(self.context, fixed=replace(fixed, batch=fixed.batch * rows // before))
-        priced = forward.priced([[each * rows / before for each in graph.costs.seconds] for graph in forward.graphs])
-        return replace(self, forward=priced, context=context, sizes=forward.sizes_of(rows))
+        return replace(
+            self, forward=forward.slower(rows / before), context=context, sizes=forward.sizes_of(rows), segments=()
+        )
 
     def releasing_gradients(self) -> "StepModel":
         """Returns the step with an optimizer that steps in the backward."""

@@ -35,9 +35,8 @@ from optimum_memopt.engines.torch_compat.trace_fixes import one_at_a_time
 from optimum_memopt.errors import DoesNotFitError, MemOptError
 from optimum_memopt.logs import watched
 from optimum_memopt.memory.optimizers import PlannedOptimizer
-from optimum_memopt.memory.peak_monitor import MIB
 from optimum_memopt.plans.table import PlanTable, canonical_symbols
-from optimum_memopt.sizes import Budget
+from optimum_memopt.sizes import MIB, Budget
 from optimum_memopt.step_settings import THIS_MACHINE, StepSpec
 
 _PLAIN = Technique("plain PyTorch", is_own=False)

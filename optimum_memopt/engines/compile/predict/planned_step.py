@@ -233,9 +233,10 @@ class PlannedStep:
             except MemOptError:
                 raise
             except Exception as error:
+                is_of_this_machine = self.target is None and self.spec == StepSpec(compiler=self.spec.compiler)
                 raise MemOptError(
                     f"{type(model).__name__} cannot be traced on fake tensors ({line_with_place(error)})"
-                    f"{self.workload.suggestion}"
+                    f"{self.workload.suggestion if is_of_this_machine else ''}"
                 ) from error
         for remark in traced.shown.remarks:
             get_logger().warning(remark)

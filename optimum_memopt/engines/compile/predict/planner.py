@@ -292,12 +292,12 @@ class Planner:
         return next((each.solved for each in siblings if each.limit.was_solved_for(sizes)), None)
 
     def cover(self, runs: RunKeys) -> None:
-        """Record that a forward with these runs is within the budget."""
+        """Record that a forward with these runs needs no other plan."""
         self._covered.add(runs)
 
     def covers(self, runs: RunKeys) -> bool:
-        """True if a forward with these runs is known to be within the budget: it was checked, or is a part of one that
-        was."""
+        """True if a forward with these runs needs no other plan: it is within the budget, or no plan for it is, or it
+        is a part of one for which that is known."""
         return runs in self._covered or any(runs < each for each in self._covered)
 
     def note_outputs(self, outputs: Any) -> None:

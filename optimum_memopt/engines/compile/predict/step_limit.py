@@ -83,7 +83,7 @@ class StepLimit:
         # `constant`, and how often parameters were written to, before the run's first plan was made.
         self._first_constant: int | None = None
         self._writes: int | None = None
-        self._peaks: dict[tuple[StepMemoryPredictor, frozenset[tuple[str, int]]], int] = {}
+        self._peaks: dict[tuple[StepMemoryPredictor, int, frozenset[tuple[str, int]]], int] = {}
         # Memory held beside the step may have changed since the plan was solved.
         self._is_stale = False
 
@@ -305,7 +305,8 @@ class StepLimit:
         """Returns the bytes by which a step exceeds the limit; 0 without a limit."""
         if self.bytes is None:
             return 0
-        key = predictor, frozenset(sizes.items())
+        # The first batch of a size may show a tape that the prediction did not have.
+        key = predictor, predictor.known_tapes, frozenset(sizes.items())
         if key not in self._peaks:
             run = self._run()
             peak = bounded_bytes(predictor, sizes, run.optimizer, run.gradient_accumulation, run.others)

@@ -194,6 +194,11 @@ class StepMemoryPredictor:
         vars(other).update(tape=replace(self.tape, **changes), _tapes=tapes, _last={}, _saved={})
         return other
 
+    @property
+    def known_tapes(self) -> int:
+        """Returns the number of batch sizes whose tapes are known."""
+        return len(self._tapes)
+
     def saved(self, sizes: BatchSizes | None = None) -> int:
         """Returns the bytes that a forward saves for its backward, by the graphs' own events; `sizes` as in
         `footprint`."""
@@ -201,8 +206,10 @@ class StepMemoryPredictor:
         key = frozenset(wanted.items())
         if key not in self._saved:
             tape, runs = self._runs(wanted, compiled=False)
+            if len(self._saved) >= _MOST_TAPES:
+                self._saved.clear()
             # With several forwards before one backward, every step reads this.
-            self._saved = {**self._saved, key: compose(tape.without_caller(), runs).saved_bytes}
+            self._saved[key] = compose(tape.without_caller(), runs).saved_bytes
         return self._saved[key]
 
     def activations(self, sizes: BatchSizes | None = None, gradients: int = 0, frees_gradients: bool = False) -> int:

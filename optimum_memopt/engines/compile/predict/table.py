@@ -32,12 +32,11 @@ from optimum_memopt.engines.torch_compat import releases
 from optimum_memopt.engines.torch_compat.attention import KeptMasks
 from optimum_memopt.logs import best_effort
 from optimum_memopt.memory.optimizers import planned_like
-from optimum_memopt.memory.peak_monitor import MIB
 from optimum_memopt.plans.grammar import ALL
 from optimum_memopt.plans.matching import Matched
 from optimum_memopt.plans.plan_file import GraphEntry, LayerEntry, PlanFile
 from optimum_memopt.plans.table import PlanRow, PlanTable, sorted_plans
-from optimum_memopt.sizes import gib_text
+from optimum_memopt.sizes import MIB, gib_text
 
 
 def plan_line(
@@ -196,12 +195,13 @@ def _named_symbols(graph: PartitionedGraph, names: SymbolNames) -> dict[sympy.Sy
 def _loss_plans(graphs: Sequence[PartitionedGraph], names: SymbolNames) -> list[PlanRow]:
     """Returns the row of the losses; none if no loss was requested and all logits are smaller than what a chunked loss
     saves."""
-    losses = [loss for graph in graphs for loss in graph.losses if loss.is_requested or loss.pays]
-    if not losses:
+    found = [(graph, loss) for graph in graphs for loss in graph.losses if loss.is_requested or loss.pays]
+    if not found:
         return []
-    symbols = {symbol: named for graph in graphs for symbol, named in _named_symbols(graph, names).items()}
+    losses = [loss for _, loss in found]
     chunked = [loss for loss in losses if loss.is_chunked]
-    saving = sympy.Add(*(loss.saving for loss in losses)).subs(symbols)
+    # Graphs of different traces may have the same symbols for different sizes.
+    saving = sympy.Add(*(loss.saving.subs(_named_symbols(graph, names)) for graph, loss in found))
     return [
         PlanRow(
             config=ROW,

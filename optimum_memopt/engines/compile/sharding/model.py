@@ -57,7 +57,7 @@ class Fsdp2Model(WholeModel):
     """A model that FSDP2 shards.
 
     Attributes:
-        opened: paths of its open modules, gathered with the one that computes the logits; see `capture/regions.py`.
+        opened: paths of its open modules, gathered with the head; see `capture/regions.py`.
     """
 
     opened: Collection[str]

@@ -48,9 +48,9 @@ from optimum_memopt.errors import DoesNotFitError, forget_frames, line_of
 from optimum_memopt.logs import get_logger
 from optimum_memopt.memory import process
 from optimum_memopt.memory.capacity import host_available
-from optimum_memopt.memory.peak_monitor import MIB
 from optimum_memopt.plans.plan_file import PlanFile
 from optimum_memopt.plans.table import PlanTable
+from optimum_memopt.sizes import MIB
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments

@@ -34,7 +34,7 @@ from optimum_memopt.engines.compile.train.batch_kind import BatchKind, InputKind
 from optimum_memopt.engines.compile.train.planned_forward import RUN_AGAIN, PlannedForward
 from optimum_memopt.engines.shared.forward_patch import weak_method
 from optimum_memopt.engines.torch_compat.attention import KeptMasks
-from optimum_memopt.errors import DoesNotFitError
+from optimum_memopt.errors import DoesNotFitError, forget_frames
 from optimum_memopt.logs import get_logger
 from optimum_memopt.memory.optimizers import Optimizer
 
@@ -121,15 +121,20 @@ class LengthBuckets:
         if self._has_room:
             self._use_room()
         forward = self._cheapest(call.inputs)
-        is_first = not forward.is_compiled
+        is_first, failed = not forward.is_compiled, None
         try:
             outputs = forward(call, may_run_again and self._may_plan)
         except DoesNotFitError as error:
             if forward is self.largest:
                 raise
-            # The process has grown since the bucket's length was chosen.
+            failed = error
+        if failed is not None:
+            # The process has grown since the bucket's length was chosen. The frames of the error's traceback hold
+            # activations that the graphs saved for the backward.
+            forget_frames(failed)
+            lengths = [bucket.length for bucket in self._shorter if bucket.forward is forward]
             self._shorter = tuple(bucket for bucket in self._shorter if bucket.forward is not forward)
-            get_logger().info(f"dropping this length bucket: {error}")
+            get_logger().info(f"batches up to length {max(lengths)} run under the plan for the largest one: {failed}")
             return self(call, may_run_again)
         if outputs is RUN_AGAIN:
             self._take_plan_for_runs(forward)

@@ -224,8 +224,7 @@ class OrtSession:
         if self.table is not None:
             get_logger().info("the inputs changed: ONNX Runtime built a new training graph")
         provider = "CUDAExecutionProvider" if self.internals.device.type == "cuda" else "CPUExecutionProvider"
-        asked = f"config {selection.config}" if selection.config else f"level {selection.level}"
-        header = f"{type(module).__name__} on {provider}, {asked}"
+        header = f"{type(module).__name__} on {provider}, {selection.name or 'no plan'}"
         self.insight, self.table = text, self.plans.to_table(counts, header)
 
     def _write_config(self, configs: Sequence[str]) -> str:

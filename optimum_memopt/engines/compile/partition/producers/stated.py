@@ -32,7 +32,7 @@ from optimum_memopt.plans.grammar import ALL, PlanConfig, PlanRequest, Strategy
 from optimum_memopt.plans.matching import Matched
 from optimum_memopt.plans.plan_file import GraphEntry, LayerEntry, PlanFile
 
-# The strategy of level 1, and the one that level 2 adds.
+# Strategies of level 1, and of level 2 in addition.
 _STRATEGIES = (Strategy.RECOMPUTE, Strategy.RECOMPUTE_WITH_COMPROMISE)
 # torch's partitioner takes seconds. A level whose peak is at most this fraction of the peak with everything saved is
 # not compared with it: by itself torch recomputes elementwise operators only, and never held less than a half.
