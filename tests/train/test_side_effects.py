@@ -364,7 +364,7 @@ class Expanded(torch.nn.Module):
         self.register_buffer("columns", torch.rand(rows, 2 * WIDTH)[:, ::2])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + gelu(self.linear(x) * self.scale).tanh() * self.columns
+        return x + gelu(self.linear(x) * self.scale).tanh() * self.columns * self.scale
 
 
 @pytest.mark.parametrize("asked", ["level 1", "budget"])
