@@ -146,7 +146,7 @@ class Captured:
     def partitioned(self, producer: Producer, target: Device | None = None) -> tuple[PartitionedGraph, Modules]:
         """Partition a copy of the graph with the producer's choice, planned for a device."""
         cuda = target.cuda if target is not None else None
-        graph = partitioned_graph.analyze(self.copied(), self.inputs, self.num_fwd_outputs, self.others, cuda)
+        graph = partitioned_graph.analyze(self.copied(), self.inputs, self.num_fwd_outputs, self.others, cuda=cuda)
         return partitioned_graph.partitioned(graph, producer.choose(graph), target=target)
 
     @cached_property

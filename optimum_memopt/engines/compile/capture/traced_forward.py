@@ -578,16 +578,16 @@ class TracedForward:
         """
         placeholders, traced = module.graph.find_nodes(op="placeholder"), dynamo.traced_module()
         graph = TracedGraph(
-            module,
-            list(map(dynamo.traced_value, placeholders)),
-            tuple(names.get(id(given.get(node.name)), "") for node in placeholders),
-            tuple(map(dynamo.state_source, placeholders)),
-            losses,
-            self._regions.layer,
-            not self._runs_outside and any(map(dynamo.is_all_of, self._codes)),
-            trace is None and not self._regions.layer,
-            None if traced is None else weakref.ref(traced),
-            trace,
+            graph=module,
+            inputs=list(map(dynamo.traced_value, placeholders)),
+            parameters=tuple(names.get(id(given.get(node.name)), "") for node in placeholders),
+            state=tuple(map(dynamo.state_source, placeholders)),
+            losses=losses,
+            layer=self._regions.layer,
+            is_all=not self._runs_outside and any(map(dynamo.is_all_of, self._codes)),
+            is_whole=trace is None and not self._regions.layer,
+            module=None if traced is None else weakref.ref(traced),
+            trace=trace,
         )
         # The backend's inputs come before the traced values: a forward may have changed a tensor's metadata.
         values = [given.get(node.name, dynamo.traced_value(node)) for node in placeholders]

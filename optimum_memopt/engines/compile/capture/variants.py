@@ -167,8 +167,6 @@ class Variants:
         add_outer_modules(module.graph, self._model, traced.module() if traced.module is not None else None)
         gradients = gradients_of(module.graph, num_fwd_outputs, traced.parameters)
         sources = sources_of(module.graph, num_fwd_outputs)
-        cuda = spec.target.cuda if spec.target is not None else None
-        state, batch = traced.state_arguments(self._state.moved), input_sizes(running.inputs)
         fuses = spec.compiler == "inductor"
         if fuses:
             traced_sizes.make_unit_sizes_constant(module.graph)
@@ -184,13 +182,13 @@ class Variants:
             inputs,
             num_fwd_outputs,
             options,
-            cuda,
-            batch,
-            traced.layer,
-            state,
-            fuses,
-            given,
-            accumulation if is_in_place else None,
+            cuda=spec.target.cuda if spec.target is not None else None,
+            batch=input_sizes(running.inputs),
+            layer=traced.layer,
+            state=traced.state_arguments(self._state.moved),
+            fuses=fuses,
+            gradients=given,
+            accumulation=accumulation if is_in_place else None,
         )
         graph = replace(graph, layers_at_once=regions.layers_at_once)
         if traced.analyzed is None:

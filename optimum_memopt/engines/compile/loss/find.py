@@ -143,7 +143,7 @@ def _chain(loss: fx.Node) -> LossChain:
     chain = LossChain(
         loss,
         Projection.of(projection),
-        *_read_steps(projection, steps),
+        **vars(_read_steps(projection, steps)),
         labels=call["target"],
         ignore_index=call["ignore_index"],
         mean=call["reduction"] == "mean",
@@ -195,9 +195,19 @@ def _is_output(node: fx.Node) -> bool:
     return node.op == "output" or (node_name(node) == "detach" and all(user.op == "output" for user in node.users))
 
 
-def _read_steps(
-    projection: fx.Node, steps: Sequence[fx.Node]
-) -> tuple[tuple[fx.Node, ...], fx.Node | None, Adapter | None, float, float]:
+@dataclass(frozen=True)
+class _Steps:
+    """The operators between a projection and its loss; attributes as of `LossChain`."""
+
+    slices: tuple[fx.Node, ...]
+    offset: fx.Node | None
+    adapter: Adapter | None
+    scale: float
+    softcap: float
+
+
+def _read_steps(projection: fx.Node, steps: Sequence[fx.Node]) -> _Steps:
+    """Returns what the operators compute. Raises _DoesNotFit if a chunked loss cannot compute it."""
     slices: list[fx.Node] = []
     offset: fx.Node | None = None
     adapter: Adapter | None = None
@@ -224,7 +234,7 @@ def _read_steps(
             adapter, offset = (added, offset) if isinstance(added, Adapter) else (adapter, added)
         else:
             raise _DoesNotFit(f"{name} comes between the projection and it")
-    return tuple(slices), offset, adapter, scale, softcap
+    return _Steps(tuple(slices), offset, adapter, scale, softcap)
 
 
 def _is_same(size: int | torch.SymInt, other: int | torch.SymInt) -> bool:

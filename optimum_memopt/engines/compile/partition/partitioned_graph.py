@@ -1,5 +1,6 @@
 """Splits a joint graph so that the forward saves exactly the nodes of a choice. The backward recomputes the rest."""
 
+import functools
 from collections.abc import Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -161,6 +162,7 @@ def analyze(
     inputs: Any,
     num_fwd_outputs: int,
     options: Mapping[str, Any],
+    *,
     cuda: Multiprocessors | None = None,
     batch: Mapping[str, int] | None = None,
     layer: str = "",
@@ -180,19 +182,8 @@ def analyze(
         accumulation: accumulates the gradients of parameters in the backward; None: autograd accumulates them.
     """
     state = state or StateArguments()
-    fx_graph.reveal_snapshots(module.graph)
-    fx_graph.remove_dead_code(module.graph, lambda node: True)
-    copy_state(JointGraph(module, num_fwd_outputs), state)
-    joint = JointGraph(module, num_fwd_outputs)
-    fx_graph.remove_copies(module.graph, [*map(root, joint.forward_outputs), *filter(is_state_copy, joint.forward)])
-    eliminate_duplicates(JointGraph(module, num_fwd_outputs))
-    separate_gradients(JointGraph(module, num_fwd_outputs))
-    if gradients is not None:
-        gradients.leave_out(module.graph)
-    if accumulation is not None:
-        accumulation.add_to(JointGraph(module, num_fwd_outputs))
+    joint = _cleaned(module, num_fwd_outputs, state, gradients, accumulation)
     note_layers(module.graph, layer)
-    joint = JointGraph(module, num_fwd_outputs)
     activations = find_saved_activations(joint)
     sizes = size_hints(joint)
     names: dict[sympy.Symbol, str] = {}
@@ -205,43 +196,65 @@ def analyze(
     if cuda is not None:
         candidates = tuple(replace(candidate, planned_for="cuda") for candidate in candidates)
 
-    def by_torch() -> Modules:
-        before = module.graph
-        # An operator that reads an input before the forward writes to it would compute another value in the backward.
-        # torch's partitioner does not account for that (2.13; nor does `torch.compile` of the model).
-        kept = [
-            node for node in joint.forward if is_tensor(node) and not is_view(node) and joint.reads_former_state(node)
-        ]
-        try:
-            return fx_graph.default_partition(module, inputs, kept, num_fwd_outputs=num_fwd_outputs, **options)
-        finally:
-            # torch's partitioner replaces the joint graph by one of its own (CSE).
-            module.graph = before
-
     paths = node_paths(joint)
     signature = signature_of(paths, parameters)
     cuda = cuda or multiprocessors_of(_device(joint))
     workspaces = {node: size for node in joint.nodes if node.op != "output" and (size := workspace(node, cuda))}
     graph = AnalyzedGraph(
-        joint,
-        activations,
-        candidates,
-        sizes,
-        names,
-        parameters,
-        constants,
-        paths,
-        signature,
-        workspaces,
-        by_torch,
-        cuda,
-        digest_of(joint, signature),
+        joint=joint,
+        activations=activations,
+        candidates=candidates,
+        size_hints=sizes,
+        names=names,
+        static_inputs=parameters,
+        constants=constants,
+        paths=paths,
+        signature=signature,
+        workspaces=workspaces,
+        partition_by_torch=functools.partial(_partitioned_by_torch, joint, inputs, options),
+        cuda=cuda,
+        digest=digest_of(joint, signature),
         state=tuple(state.nodes(joint, state.parameters | state.buffers) - joint.mutated_inputs),
     )
     if not fuses:
         return graph
     saved = {activation.root for activation in activations} | layer_boundaries(graph)
     return replace(graph, inlined=inlined(joint, sizes, saved))
+
+
+def _cleaned(
+    module: fx.GraphModule,
+    num_fwd_outputs: int,
+    state: StateArguments,
+    gradients: OutputGradients | None,
+    accumulation: InPlaceAccumulation | None,
+) -> JointGraph:
+    """Returns the joint graph after all changes that do not depend on a plan; arguments as of `analyze`."""
+    fx_graph.reveal_snapshots(module.graph)
+    fx_graph.remove_dead_code(module.graph, lambda node: True)
+    copy_state(JointGraph(module, num_fwd_outputs), state)
+    joint = JointGraph(module, num_fwd_outputs)
+    fx_graph.remove_copies(module.graph, [*map(root, joint.forward_outputs), *filter(is_state_copy, joint.forward)])
+    eliminate_duplicates(JointGraph(module, num_fwd_outputs))
+    separate_gradients(JointGraph(module, num_fwd_outputs))
+    if gradients is not None:
+        gradients.leave_out(module.graph)
+    if accumulation is not None:
+        accumulation.add_to(JointGraph(module, num_fwd_outputs))
+    return JointGraph(module, num_fwd_outputs)
+
+
+def _partitioned_by_torch(joint: JointGraph, inputs: Any, options: Mapping[str, Any]) -> Modules:
+    """Returns forward and backward by torch's own partitioner; arguments as of `analyze`."""
+    module, before = joint.module, joint.module.graph
+    # An operator that reads an input before the forward writes to it would compute another value in the backward.
+    # torch's partitioner does not account for that (2.13; nor does `torch.compile` of the model).
+    kept = [node for node in joint.forward if is_tensor(node) and not is_view(node) and joint.reads_former_state(node)]
+    try:
+        return fx_graph.default_partition(module, inputs, kept, num_fwd_outputs=joint.num_fwd_outputs, **options)
+    finally:
+        # torch's partitioner replaces the joint graph by one of its own (CSE).
+        module.graph = before
 
 
 def separate_gradients(joint: JointGraph) -> None:

@@ -537,20 +537,20 @@ def _predictor(case: _Case, model: torch.nn.Module, batch: Mapping[str, Any]) ->
     }
     trained = trainable_of(model, untrained)
     return MicroBatchPredictor(
-        type(model).__name__,
-        " and ".join(weights_by_dtype(model)),
-        device.type if target is None else target.name,
-        step.limit,
-        case.budget.text,
-        case.tokens,
-        graphs,
-        times.update_times(trained, optimizer, device, target),
-        case.compares,
-        case.spec.fsdp,
-        (*collective_lines(captured[0].tape), *([_REMARK] if case.compresses else ())),
-        optimizer.compared(trained),
-        case.spec.release_gradients,
-        case.compresses,
+        model=type(model).__name__,
+        weights=" and ".join(weights_by_dtype(model)),
+        device=device.type if target is None else target.name,
+        budget=step.limit,
+        budget_text=case.budget.text,
+        tokens=case.tokens,
+        graphs=graphs,
+        update=times.update_times(trained, optimizer, device, target),
+        compares=case.compares,
+        ranks=case.spec.fsdp,
+        remarks=(*collective_lines(captured[0].tape), *([_REMARK] if case.compresses else ())),
+        optimizers=optimizer.compared(trained),
+        releases=case.spec.release_gradients,
+        compresses=case.compresses,
     )
 
 
