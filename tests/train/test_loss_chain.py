@@ -249,6 +249,9 @@ NOT_FOUND = {
     "more than one tensor is added to its logits": {
         "logits_of": lambda head, hidden: head.projection(hidden) + head.offset + head.shift
     },
+    "a projection of fewer tokens is added to its logits": {
+        "logits_of": lambda head, hidden: head.projection(hidden) + head.second(head.first(hidden[:, :1]))
+    },
     "mul comes between the projection and it": {
         "logits_of": lambda head, hidden: head.projection(hidden) * head.shift
     },

@@ -18,7 +18,7 @@ from torch.nn import functional
 from optimum_memopt.engines.compile.loss.operator import LossShape
 from optimum_memopt.engines.torch_compat import dynamo
 from optimum_memopt.engines.torch_compat.fx_graph import autocast_dtype
-from optimum_memopt.engines.torch_compat.traced_sizes import elements
+from optimum_memopt.engines.torch_compat.traced_sizes import elements, symbolic
 
 _CROSS_ENTROPY = inspect.signature(functional.cross_entropy)
 _FLATTENS = frozenset({"view", "reshape", "flatten"})
@@ -231,6 +231,9 @@ def _read_steps(projection: fx.Node, steps: Sequence[fx.Node]) -> _Steps:
         elif name == "add" and (scale, softcap) == (1, 0) and not slices and (added := _added(node, before)):
             if (adapter if isinstance(added, Adapter) else offset) is not None:
                 raise _DoesNotFit("more than one tensor is added to its logits")
+            products = [before, *([added.projection.node] if isinstance(added, Adapter) else [])]
+            if any(not _has_shape(product, result) for product in products):
+                raise _DoesNotFit("a projection of fewer tokens is added to its logits")
             adapter, offset = (added, offset) if isinstance(added, Adapter) else (adapter, added)
         else:
             raise _DoesNotFit(f"{name} comes between the projection and it")
@@ -240,6 +243,11 @@ def _read_steps(projection: fx.Node, steps: Sequence[fx.Node]) -> _Steps:
 def _is_same(size: int | torch.SymInt, other: int | torch.SymInt) -> bool:
     """True for equal constants; comparing symbols would add guards on their values."""
     return isinstance(size, int) and isinstance(other, int) and size == other
+
+
+def _has_shape(node: fx.Node, result: torch.Tensor) -> bool:
+    """True if a tensor has the sizes of a result, whatever their symbols stand for."""
+    return list(map(symbolic, traced_tensor(node).shape)) == list(map(symbolic, result.shape))
 
 
 def _is_cast(before: torch.Tensor, after: torch.Tensor) -> bool:
