@@ -144,6 +144,21 @@ def test_rows_packed_into_one(use_cache: bool) -> None:
         same(model, plain, {**given, "position_ids": positions})
 
 
+@pytest.mark.parametrize("asked", nightly([{}, {"memory_opt_level": 1}], but=[{"memory_opt_level": 1}]))
+def test_packed_rows_of_a_model_that_checkpoints(asked: dict[str, int]) -> None:
+    """With activation checkpointing transformers makes no cache, so packed rows attend only to themselves; the engine
+    switches checkpointing off, but not this."""
+    model, plain = twins("llama", **GROUPED, use_cache=True)
+    optimize(model, **OPTIONS, **asked)
+    given = batch(1, 12)
+    del given["attention_mask"]
+    positions = torch.cat([torch.arange(5), torch.arange(7)])[None]
+    for enable in ("gradient_checkpointing_enable", "gradient_checkpointing_disable"):
+        for each in (model, plain):
+            getattr(each, enable)()
+        assert_bitwise_same_step(model, plain, {**given, "position_ids": positions})
+
+
 class Restarting(transformers.LlamaForCausalLM):
     """Restarts its position ids after each token 1."""
 

@@ -326,6 +326,20 @@ _SWITCH = "gradient_checkpointing"
 _INPUT_GRADIENT_HOOKS = frozenset({"make_inputs_require_grads", "make_inputs_require_grad"})
 
 
+# The value of a switch that an engine has set to off; one that the user sets to off is False.
+_OFF = 0
+
+
+def would_checkpoint(module: torch.nn.Module) -> bool:
+    """True if a module would checkpoint its next forward in plain PyTorch."""
+    switch = getattr(module, _SWITCH, False)
+    return module.training and (bool(switch) or _is_off(switch))
+
+
+def _is_off(switch: Any) -> bool:
+    return type(switch) is int and switch == _OFF
+
+
 class Checkpointing:
     """Activation checkpointing of a model: its modules' flags, and hooks that make its inputs require gradients."""
 
@@ -352,7 +366,7 @@ class Checkpointing:
     def switch_off(self) -> None:
         for module in self._able:
             if module.gradient_checkpointing:
-                setattr(module, _SWITCH, False)
+                setattr(module, _SWITCH, _OFF)
                 self._switched_off.append(module)
         for module in self._model.modules():
             _, hooks = hooks_around_forward(module)
@@ -363,7 +377,8 @@ class Checkpointing:
 
     def restore(self) -> None:
         for module in self._switched_off:
-            setattr(module, _SWITCH, True)
+            if _is_off(getattr(module, _SWITCH, False)):
+                setattr(module, _SWITCH, True)
         for hooks, key, hook in self._hooks:
             hooks[key] = hook
         self._switched_off, self._hooks = [], []

@@ -26,6 +26,7 @@ from torch.utils.flop_counter import register_flop_formula, sdpa_backward_flop_c
 from optimum_memopt.compat.torch import of_all_ranks
 from optimum_memopt.compat.transformers import is_mask
 from optimum_memopt.engines.api.run import LargestBatch
+from optimum_memopt.engines.shared.forward_patch import would_checkpoint
 from optimum_memopt.engines.torch_compat.dynamo import arguments_of, file_of, forward_of, names_in_forward
 from optimum_memopt.engines.torch_compat.fake_tensors import Replacement, is_known_true
 from optimum_memopt.engines.torch_compat.fx_graph import LIBRARY
@@ -252,7 +253,9 @@ def _numbers_tokens(model: torch.nn.Module, forward: Callable[..., Any], makers:
 
 
 def _makes_cache(module: Any) -> bool:
-    return bool(getattr(getattr(module, "config", None), "use_cache", False))
+    """True if a module makes a KV cache in plain PyTorch: by its config, unless it checkpoints
+    (`merge_with_config_defaults` in `transformers/utils/generic.py`, 5.23; earlier in each model)."""
+    return bool(getattr(getattr(module, "config", None), "use_cache", False)) and not would_checkpoint(module)
 
 
 def _is_from(function: Any, places: tuple[str, ...]) -> bool:
