@@ -6,6 +6,7 @@ import functools
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -476,6 +477,64 @@ def test_layers_that_pass_on_attributes_go_with_the_model(how: str, why: str) ->
     assert [layer.calls for layer in model.layers] == [layer.calls for layer in plain.layers]
     assert [len(layer.losses) for layer in model.layers] == [len(layer.losses) for layer in plain.layers]
     assert [line for line in lines if "falling back to one graph" in line and why in line]
+    engine.detach()
+
+
+class Auxiliary(torch.nn.Module):
+    """One of the equal layers appends a loss to the list that all get; an attribute says which, by its kind."""
+
+    class Block(torch.nn.Module):
+        def __init__(self, kind: str, at: int, is_one: bool) -> None:
+            super().__init__()
+            self.linear, self.kind = torch.nn.Linear(8, 8), kind
+            self.option: Any = {
+                "a dict": {"adds": is_one},
+                "a tuple": (is_one,),
+                "an object": SimpleNamespace(adds=is_one),
+                "a function": torch.square if is_one else None,
+                "a number": at,
+            }[kind]
+
+        @property
+        def adds(self) -> bool:
+            if self.kind == "a dict":
+                return self.option["adds"]
+            if self.kind == "a tuple":
+                return self.option[0]
+            if self.kind == "an object":
+                return self.option.adds
+            return self.option == 1 if self.kind == "a number" else self.option is not None
+
+        def forward(self, x: torch.Tensor, losses: list[torch.Tensor]) -> torch.Tensor:
+            if self.adds:
+                losses.append(x.square().mean())
+            return x + self.linear(x).relu()
+
+    def __init__(self, kind: str, layers: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = torch.nn.ModuleList(self.Block(kind, at, at == 1) for at in range(layers))
+
+    def forward(self, x: torch.Tensor) -> Output:
+        losses: list[torch.Tensor] = []
+        for layer in self.layers:
+            x = layer(x, losses)
+        return Output(loss=x.square().mean() + sum(losses))
+
+
+@pytest.mark.parametrize(
+    ("kind", "layers"),
+    nightly(
+        [("a dict", 4), ("a tuple", 4), ("an object", 4), ("a function", 4), ("a number", 3), ("a number", 5)],
+        but=[("a dict", 4), ("a function", 4), ("a number", 3)],
+    ),
+)
+def test_a_layer_that_adds_to_a_list_that_all_get(kind: str, layers: int) -> None:
+    model, xs = Auxiliary(kind, layers), [torch.randn(rows, 8) for rows in (4, 6)]
+    plain = copy.deepcopy(model)
+    engine = attached(model, selection("level 1"), AUTO)
+    for x in xs:
+        assert all(map(torch.equal, stepped(model, x), stepped(plain, x)))
     engine.detach()
 
 

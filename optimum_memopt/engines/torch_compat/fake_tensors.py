@@ -12,7 +12,7 @@ import inspect
 import sys
 import types
 import weakref
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 from unittest import mock
@@ -638,7 +638,7 @@ def _indices(index: Any) -> list[Any]:
 DESCRIBED = (torch.Tensor, bool, int, float, str, type(None))
 
 
-def described(value: Any) -> Hashable:
+def described(value: Any) -> tuple[Any, ...]:
     """Returns a hashable description of a value, without a tensor's data."""
     if not isinstance(value, torch.Tensor):
         return type(value), value

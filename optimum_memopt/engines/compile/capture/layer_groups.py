@@ -1,6 +1,9 @@
 """Equal layers of a model, and other modules whose code is compiled separately from the code around them."""
 
+import types
+from collections import deque
 from collections.abc import Hashable, Iterator, Mapping, Sequence
+from enum import Enum
 from typing import Any
 
 import torch
@@ -8,6 +11,7 @@ import torch
 from optimum_memopt.compat.deepspeed import full_shape
 from optimum_memopt.compat.transformers import embeddings
 from optimum_memopt.engines.compile.options import LAYER, MODEL
+from optimum_memopt.engines.shared.function_state import MODULE_FIELDS
 from optimum_memopt.engines.torch_compat import fully_shard
 from optimum_memopt.engines.torch_compat.fake_tensors import DESCRIBED, described
 from optimum_memopt.errors import UnsupportedModelError
@@ -109,3 +113,52 @@ def attributes_of(layer: torch.nn.Module) -> Iterator[tuple[tuple[str, str], Any
         for name, value in (*tensors, *vars(module).items()):
             if isinstance(value, DESCRIBED):
                 yield (path, name), described(value)
+
+
+def contents_of(layers: Sequence[torch.nn.Module]) -> list[dict[tuple[str, str], tuple[Any, ...]]]:
+    """Returns all attributes of the modules in each layer, by path and name, as values that are equal for equal ones:
+    tensors without their data, containers and plain objects by their contents, functions and other objects by
+    identity. Numbers and names as `described`."""
+    # By object and depth: layers share their config.
+    known: dict[tuple[int, int], tuple[Any, ...]] = {}
+
+    def content(value: Any, depth: int) -> tuple[Any, ...]:
+        if isinstance(value, DESCRIBED):
+            return described(value)
+        if (key := (id(value), depth)) not in known:
+            known[key] = inner(value, depth)
+        return known[key]
+
+    def inner(value: Any, depth: int) -> tuple[Any, ...]:
+        kind: type = type(value)
+        if isinstance(value, torch.nn.Module):
+            # Its own attributes are compared.
+            return (kind,)
+        if isinstance(value, types.MethodType):
+            return kind, id(value.__func__)
+        if depth and isinstance(value, Mapping):
+            return kind, *((content(name, depth - 1), content(each, depth - 1)) for name, each in value.items())
+        if depth and isinstance(value, list | tuple | deque):
+            return kind, *(content(each, depth - 1) for each in value)
+        is_plain = depth > 0 and not isinstance(value, type | Enum | types.FunctionType | types.ModuleType)
+        held = getattr(value, "__dict__", None) if is_plain else None
+        return (kind, id(value)) if held is None else (kind, content(held, depth - 1))
+
+    return [
+        {
+            (path, name): content(value, _DEPTH)
+            for path, module in layer.named_modules()
+            for name, value in (
+                *module.named_parameters(recurse=False),
+                *module.named_buffers(recurse=False),
+                *vars(module).items(),
+            )
+            # A layer's forward is replaced while its model's forward runs.
+            if name not in MODULE_FIELDS and (path or name != "forward")
+        }
+        for layer in layers
+    ]
+
+
+# What is nested deeper is compared by identity.
+_DEPTH = 6

@@ -25,7 +25,7 @@ import torch
 from torch import fx
 
 from optimum_memopt.compat.torch import hooks_around_call, hooks_around_forward, writes_to
-from optimum_memopt.engines.compile.capture.layer_groups import LayerGroup, attributes_of
+from optimum_memopt.engines.compile.capture.layer_groups import LayerGroup, contents_of
 from optimum_memopt.engines.shared.forward_patch import weak_method
 from optimum_memopt.engines.shared.function_state import variables_around
 from optimum_memopt.engines.torch_compat import autograd, dynamo, fully_shard, trace_fixes, traced_sizes
@@ -261,6 +261,8 @@ class Regions:
                     results = forward(*args, **kwargs)
         finally:
             self._running = before
+        if _has_containers((*args, *kwargs.values())) and not _are_same(values, dynamo.tree_leaves((args, kwargs))):
+            raise ResultsChangedError(f"{layer.path} changes a list or dict that it is given")
         traced = self._traced_results.get(_call_key(layer, values))
         if traced is not None:
             returned = dynamo.tree_leaves(results)
@@ -392,7 +394,9 @@ class Regions:
         changes = self._pending(trace, layer, region)
         given, structure = dynamo.tree_flatten((args, kwargs))
         region.note_arguments(given)
-        known = all(isinstance(value, DESCRIBED) for value in given)
+        # A layer may write to a list or dict that it is given, so it needs its own run.
+        has_containers = _has_containers((*args, *kwargs.values()))
+        known = not has_containers and all(isinstance(value, DESCRIBED) for value in given)
         if region not in self._attributes:
             alive = [each for held in region.layers if (each := held()) is not None]
             self._attributes[region] = _relevant_attributes(alive)
@@ -403,10 +407,18 @@ class Regions:
             return dynamo.tree_map_only(torch.Tensor, torch.clone, equal)
         tensors = [value for value in given if isinstance(value, torch.Tensor)]
         before = list(map(writes_to, tensors))
-        results = self._run_on_fakes(layer, region, trace, args, kwargs, changes)
+        try:
+            results = self._run_on_fakes(layer, region, trace, args, kwargs, changes)
+        except TypeError as error:
+            # In a graph, lists and dicts are immutable ones (`torch/fx/immutable_collections.py`).
+            if not (has_containers and "object does not support mutation" in str(error)):
+                raise
+            raise self._refused(f"the forward of {region.name} changes a list or dict that it is given") from error
         if list(map(writes_to, tensors)) != before:
             # The values that the previous layer has saved would be overwritten.
             raise self._refused(f"the forward of {region.name} writes to its arguments")
+        if has_containers and not _are_same(given, dynamo.tree_leaves((args, kwargs))):
+            raise self._refused(f"the forward of {region.name} changes a list or dict that it is given")
         inputs = set(map(dynamo.storage_id, tensors))
         values = dynamo.tree_leaves(results)
         is_new = all(dynamo.storage_id(value) not in inputs for value in values if isinstance(value, torch.Tensor))
@@ -520,6 +532,17 @@ def _common(one: list[int | None], other: list[int | None]) -> list[int | None]:
     return [constant if constant == of_other else None for constant, of_other in zip(one, other, strict=True)]
 
 
+def _has_containers(arguments: Sequence[Any]) -> bool:
+    """True if a list or dict is among the arguments of a layer, or in a tuple among them."""
+    return any(
+        isinstance(each, list | dict) or (isinstance(each, tuple) and _has_containers(each)) for each in arguments
+    )
+
+
+def _are_same(values: Sequence[Any], others: Sequence[Any]) -> bool:
+    return len(values) == len(others) and all(one is other for one, other in zip(values, others, strict=True))
+
+
 def _kind(value: Any) -> Hashable:
     """Returns the properties of a value that autograd and traced operators depend on."""
     if isinstance(value, torch.Tensor):
@@ -575,15 +598,16 @@ def _sizes(value: Any) -> Sequence[Any]:
 
 
 def _relevant_attributes(layers: Sequence[torch.nn.Module]) -> dict[torch.nn.Module, Hashable]:
-    """Returns the attributes of each layer that its results on fake tensors depend on: tensors without data, numbers
-    and names.
+    """Returns the attributes of each layer that its results on fake tensors, and its effects, depend on.
 
     Whole numbers that no two layers share are left out: they are layer indices, which almost no forward reads, and
-    with them each layer would need its own run on fake tensors.
+    with them each layer would need its own run on fake tensors. If a forward does read them, each layer has a graph of
+    its own, which is more than `_MOST_GRAPHS` if there are more layers than that.
     """
-    known = {layer: dict(attributes_of(layer)) for layer in layers}
+    known = dict(zip(layers, contents_of(layers), strict=True))
     counts = Counter(item for values in known.values() for item in values.items())
-    shared = {name for (name, (kind, *_)), count in counts.items() if count > 1 or kind is not int}
+    are_few = len(layers) <= _MOST_GRAPHS
+    shared = {name for (name, (kind, *_)), count in counts.items() if are_few or count > 1 or kind is not int}
     return {
         layer: frozenset((name, value) for name, value in values.items() if name in shared)
         for layer, values in known.items()
