@@ -1,7 +1,8 @@
-"""Reads and writes this package's cache files, which may be corrupt and are shared by several processes."""
+"""Writes files whole; reads this package's cache files, which may be corrupt and are shared by several processes."""
 
 import contextlib
 import os
+import shutil
 import stat
 import tempfile
 from pathlib import Path
@@ -27,10 +28,32 @@ def entry_bytes(path: Path, largest: int) -> bytes | None:
 def write_entry(path: Path, content: bytes) -> None:
     """Write an entry atomically, since other processes may read it meanwhile. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    # In a temporary folder, which is removed even if writing fails, as on a full disk.
+    _replace(path, content)
+
+
+def write_file(path: os.PathLike[str] | str, content: bytes) -> None:
+    """Write a file of the user's. If that fails, as on a full disk, an earlier file of that name is unchanged.
+
+    Raises:
+        OSError: it cannot be written.
+        ValueError: the path has a NUL.
+    """
+    # A link stays, and the file that it names is replaced.
+    target = Path(path).resolve()
+    # A pipe or a terminal cannot be replaced, nor a file in a folder that the user may not write to.
+    if (target.exists() and not target.is_file()) or not os.access(target.parent, os.W_OK):
+        target.write_bytes(content)
+    else:
+        _replace(target, content)
+
+
+def _replace(path: Path, content: bytes) -> None:
+    # In a temporary folder, which is removed even if writing fails.
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         written = Path(folder) / path.name
         written.write_bytes(content)
+        if path.exists():
+            shutil.copymode(path, written)
         written.replace(path)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from tabulate import tabulate
 from tqdm import tqdm
 
+from optimum_memopt.cache_files import write_file
 from optimum_memopt.commands import flags
 from optimum_memopt.commands.flags import PLAIN, MeasureFlags
 from optimum_memopt.engines.api.predictions import StepTimeline, Way, fits_cell
@@ -345,7 +346,7 @@ def _write(path: str, config: str) -> None:
     if not config:
         raise MemOptError(f"--output {path}: nothing to write, since no plan is enabled")
     try:
-        Path(path).write_text(parse(config).to_json() + "\n", encoding="utf-8")
+        write_file(path, f"{parse(config).to_json()}\n".encode())
     except (OSError, ValueError) as error:
         raise MemOptError(
             f"--output {path_excerpt(path)}: not written: {reason_of(error)}; the enabled plans are {config}"

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from transformers import Trainer
 
+from optimum_memopt.cache_files import write_file
 from optimum_memopt.compat.bitsandbytes import buffers_of
 from optimum_memopt.compat.torch import tensor_bytes
 from optimum_memopt.compat.transformers import train_batch_size
@@ -244,7 +245,7 @@ class MemoryReport:
         name = _NAME if self.rank == 0 else f"{_NAME}_rank{self.rank}"
         written = {".json": json.dumps(self.to_dict(), indent=1) + "\n", ".md": self.to_markdown()}
         for suffix, text in written.items():
-            (folder / f"{name}{suffix}").write_text(text, encoding="utf-8")
+            write_file(folder / f"{name}{suffix}", text.encode())
         return tuple(folder / f"{name}{suffix}" for suffix in written)
 
     @property
@@ -252,11 +253,11 @@ class MemoryReport:
         rank = f" on rank {self.rank}" if self.rank else ""
         more = f", and {gib_text(self.requested)} more did not fit" if self.requested else ""
         sizes = ", ".join(f"{name} {shape}" for name, shape in self.sizes.items())
-        accumulated = f", {self.accumulation} per optimizer step" if self.accumulation > 1 else ""
+        accumulated = f", {self.accumulation} micro-batches per optimizer step" if self.accumulation > 1 else ""
         return [
             f"memory ran out in step {self.step + 1}{rank}: {gib_text(self.held)} held{more}",
             f"  {self.model} on {self.device}, {self.engine}",
-            f"  micro-batch of {self.rows} rows{accumulated} ({sizes})",
+            f"  micro-batch of {self.rows} rows{accumulated}{f' ({sizes})' if sizes else ''}",
             f"  {self.moment}",
         ]
 

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, is_dataclass
 from pathlib import Path
 from typing import Any, cast, get_args, get_origin, get_type_hints
 
+from optimum_memopt.cache_files import write_file
 from optimum_memopt.errors import MemOptError, abbreviate, excerpt, path_excerpt, reason_of, writing
 
 
@@ -182,7 +183,7 @@ class PlanFile:
             MemOptError: it cannot be written.
         """
         with writing("plan file", path):
-            Path(path).write_text(self.to_json() + "\n", encoding="utf-8")
+            write_file(path, f"{self.to_json()}\n".encode())
 
     @property
     def has_padding(self) -> bool:

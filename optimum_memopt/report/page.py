@@ -8,6 +8,7 @@ from pathlib import Path
 
 from transformers import Trainer
 
+from optimum_memopt.cache_files import write_file
 from optimum_memopt.callbacks.input_density import InputDensityCallback
 from optimum_memopt.callbacks.memory_phases import MeasuredStep, MemoryPhasesCallback
 from optimum_memopt.callbacks.plan_stats import PlanStatsCallback
@@ -207,9 +208,9 @@ class Page:
             MemOptError: a file cannot be written.
         """
         with writing("report", path):
-            Path(path).write_text(self.html, encoding="utf-8")
+            write_file(path, self.html.encode())
             for name, snapshot in self.snapshots.items():
-                Path(path).with_suffix(f".{name}.pickle").write_bytes(snapshot)
+                write_file(Path(path).with_suffix(f".{name}.pickle"), snapshot)
 
     def _repr_html_(self) -> str:
         """Returns the page in a frame for notebooks, so that it does not inherit the notebook's style."""
