@@ -57,6 +57,7 @@ from optimum_memopt.engines.torch_compat.recompiles import (
     place_text,
     source_name,
 )
+from optimum_memopt.errors import MemOptError, reason_of
 
 __all__ = [
     "CodePlace",
@@ -268,7 +269,13 @@ def compile_alone(forward: Callable[..., Any], backend: Callable[..., Any], dyna
     Before torch 2.13, which has `isolate_recompiles`, a reason may be a guard of another model with the same code.
     """
     isolated: dict[str, Any] = {"isolate_recompiles": True} if _ISOLATES else {}
-    return torch.compile(forward, backend=backend, dynamic=dynamic, **isolated)
+    try:
+        return torch.compile(forward, backend=backend, dynamic=dynamic, **isolated)
+    except OSError as error:
+        raise MemOptError(
+            f"torch.compile cannot make its cache folder ({reason_of(error)}); set TORCHINDUCTOR_CACHE_DIR to one that "
+            "can be written to"
+        ) from error
 
 
 def is_compiled(model: torch.nn.Module) -> bool:
