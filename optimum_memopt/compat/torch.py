@@ -130,26 +130,66 @@ def step_without_hooks(optimizer: torch.optim.Optimizer) -> None:
 
 @contextmanager
 def clipping_watched(watch: Callable[[Sequence[torch.Tensor]], None]) -> Iterator[None]:
-    """Returns a context in which `clip_grad_norm_` first calls `watch` with the gradients that it has found
-    (`torch/nn/utils/clip_grad.py`, torch 2.9 to 2.15)."""
+    """Returns a context in which torch's functions that clip gradients, by norm or by value, first call `watch` with
+    the gradients that they have found (`torch/nn/utils/clip_grad.py`, torch 2.9 to 2.15)."""
     module: Any = torch.nn.utils.clip_grad
-    original = module._get_total_norm
+    names: Any = torch.nn.utils
+    norm_of, grouped_by = module._get_total_norm, module._group_tensors_by_device_and_dtype
     is_watched = True
 
     def total_norm(gradients: Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
         if is_watched:
             watch(gradients)
-        norm: torch.Tensor = original(gradients, *args, **kwargs)
+        norm: torch.Tensor = norm_of(gradients, *args, **kwargs)
         return norm
 
-    module._get_total_norm = total_norm
+    def grouped(lists: Sequence[Sequence[torch.Tensor]], *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        # `clip_grad_value_` calls this alone, and fails if there are no gradients.
+        if is_watched:
+            watch(lists[0])
+        groups: dict[Any, Any] = grouped_by(lists, *args, **kwargs) if lists[0] else {}
+        return groups
+
+    replaced = [
+        (module, "_get_total_norm", total_norm, norm_of),
+        (names, "get_total_norm", total_norm, norm_of),
+        (module, "_group_tensors_by_device_and_dtype", grouped, grouped_by),
+    ]
+    for owner, name, ours, _ in replaced:
+        setattr(owner, name, ours)
     try:
         yield
     finally:
         is_watched = False
         # Contexts of several models may end in any order.
-        if module._get_total_norm is total_norm:
-            module._get_total_norm = original
+        for owner, name, ours, before in replaced:
+            if getattr(owner, name) is ours:
+                setattr(owner, name, before)
+
+
+@contextmanager
+def scaling_watched(watch: Callable[[int], None]) -> Iterator[None]:
+    """Returns a context in which each backward of a loss that a `GradScaler` has scaled first calls `watch` with its
+    `backward_pass` (`torch/amp/grad_scaler.py`, torch 2.9 to 2.15)."""
+    kind: Any = torch.amp.GradScaler
+    original = kind.scale
+    is_watched = True
+
+    def scale(scaler: Any, outputs: Any) -> Any:
+        scaled = original(scaler, outputs)
+        if is_watched and scaler.is_enabled():
+            for loss in tensors_in(scaled):
+                if loss.requires_grad:
+                    loss.register_hook(lambda _: watch(backward_pass()))
+        return scaled
+
+    kind.scale = scale
+    try:
+        yield
+    finally:
+        is_watched = False
+        if kind.scale is scale:
+            kind.scale = original
 
 
 def world_size() -> int:

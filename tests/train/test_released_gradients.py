@@ -297,7 +297,7 @@ def test_clipping_is_warned_of() -> None:
             for each in clipped:
                 torch.nn.utils.clip_grad_norm_(each.parameters(), 1.0)
             optimizer.step()
-        return len([line for line in lines if "clip_grad_norm_ does not clip the gradients that" in line])
+        return len([line for line in lines if "clipping does not reach the gradients that" in line])
 
     engine = optimize(model, optimizer=optimizer, **RELEASED)
     assert (warned(), warned(other), warned(model), warned(model)) == (0, 0, 1, 0)
@@ -313,3 +313,91 @@ def test_layers_in_one_graph_are_warned_of(layers: int) -> None:
         optimize(model, optimizer=optimizer, **RELEASED)
         trained(model, optimizer, [batch, batch])
     assert len([line for line in lines if "saves little here: the layers of Perceptrons" in line]) == (layers < 4)
+
+
+class WithUnused(torch.nn.Module):
+    """A model whose first parameters get no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused, self.model = torch.nn.Linear(4, 4), deep("llama")
+
+    def forward(self, **batch: Any) -> Any:
+        return self.model(**batch)
+
+
+def test_a_closure_steps_each_parameter_once() -> None:
+    """With a closure, the backward runs within the optimizer's own step."""
+    torch.manual_seed(0)
+    model, batches = WithUnused(), [ZOO["llama"].batch(seed=seed) for seed in range(3)]
+    plain = copy.deepcopy(model)
+
+    def end(model: torch.nn.Module, options: dict[str, Any]) -> dict[str, torch.Tensor]:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        if options:
+            optimize(model, optimizer=optimizer, **options)
+
+        def closure(batch: Batch) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = model(**batch).loss
+            loss.backward()
+            return loss
+
+        for batch in batches:
+            optimizer.step(partial(closure, batch))
+        return model.state_dict()
+
+    expected = end(plain, {})
+    assert [key for key, value in end(model, RELEASED).items() if not torch.equal(value, expected[key])] == []
+
+
+def in_a_loop(between: Callable[[torch.nn.Module, torch.optim.Optimizer], Any]) -> list[str]:
+    """Returns the warnings of a loop that does something between backward and step."""
+    model = deep("llama")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = optimize(model, optimizer=optimizer, **RELEASED)
+    with log_lines() as lines:
+        for seed in range(2):
+            model(**ZOO["llama"].batch(seed=seed)).loss.backward()
+            between(model, optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+    engine.detach()
+    return [line for line in lines if "has released" in line or "has stepped" in line]
+
+
+def test_settings_that_change_behind_the_backward_are_warned_of() -> None:
+    def set_rate(_: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.param_groups[0]["lr"] *= 0.5
+
+    (line,) = in_a_loop(set_rate)
+    assert line.startswith("lr of the optimizer changed between backward and step")
+    assert in_a_loop(lambda *_: None) == []
+
+
+@pytest.mark.parametrize("clip", ["value", "norm in two calls"])
+def test_other_ways_to_clip_are_warned_of(clip: str) -> None:
+    def clipped(model: torch.nn.Module, _: torch.optim.Optimizer) -> None:
+        parameters = list(model.parameters())
+        if clip == "value":
+            torch.nn.utils.clip_grad_value_(parameters, 0.1)
+        else:
+            gradients = [each.grad for each in parameters if each.grad is not None]
+            norm = torch.nn.utils.get_total_norm(gradients)
+            torch.nn.utils.clip_grads_with_norm_(parameters, 0.1, norm)
+
+    (line,) = in_a_loop(clipped)
+    assert "clipping does not reach the gradients" in line
+
+
+def test_a_loss_scaler_is_refused_before_the_first_update() -> None:
+    model = deep("llama")
+    before, optimizer = copy.deepcopy(model.state_dict()), torch.optim.SGD(model.parameters(), lr=0.1)
+    scale = torch.amp.GradScaler.scale
+    engine = optimize(model, optimizer=optimizer, **RELEASED)
+    loss = model(**ZOO["llama"].batch()).loss
+    with pytest.raises(MemOptError, match=r"with a GradScaler: .* train in bfloat16"):
+        torch.amp.GradScaler("cpu").scale(loss).backward()
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    engine.detach()
+    assert torch.amp.GradScaler.scale is scale

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from optimum_memopt.compat.torch import clipping_watched, step_without_hooks
+from optimum_memopt.compat.torch import backward_pass, clipping_watched, scaling_watched, step_without_hooks
 from optimum_memopt.engines.api.run import Run
 from optimum_memopt.engines.shared.forward_patch import weak_method
 from optimum_memopt.errors import MemOptError, excerpt
@@ -156,8 +156,14 @@ class ReleasedGradients:
         for each in self._units:
             undo.callback(each.register_post_accumulate_grad_hook(note).remove)
         undo.callback(optimizer.register_step_pre_hook(finish).remove)
+        undo.callback(optimizer.register_step_post_hook(weak_method(self._note_own_step)).remove)
         undo.enter_context(clipping_watched(weak_method(self._warn_of_clipping)))
-        self._has_warned = self._is_asked = False
+        undo.enter_context(scaling_watched(weak_method(self._note_scaled)))
+        self._has_warned = self._has_warned_of_settings = self._is_asked = False
+        # The last backward of a scaled loss.
+        self._scaled = -1
+        # Settings of the optimizer's groups when a unit was first released in this step; None before.
+        self._settings: list[dict[str, Any]] | None = None
         self._stop = weakref.finalize(self, undo.close)
         self._stop.atexit = False
         get_logger().info(
@@ -192,12 +198,16 @@ class ReleasedGradients:
         if is_own and self._stepped and not (self._has_warned or self._is_asked):
             self._has_warned = True
             get_logger().warning(
-                f"clip_grad_norm_ does not clip the gradients that {FLAG} has released: their parameters were stepped "
-                "in the backward; remove the call, or leave the flag out"
+                f"clipping does not reach the gradients that {FLAG} has released: their parameters were stepped in "
+                "the backward; remove the call, or leave the flag out"
             )
+
+    def _note_scaled(self, backward: int) -> None:
+        self._scaled = backward
 
     def _note(self, parameter: torch.Tensor) -> None:
         """Record that a parameter's gradient is complete, and release the units that are done."""
+        check_step(float16="a GradScaler" if self._scaled == backward_pass() else "")
         with self._lock:
             unit = self._units[parameter]
             if parameter in self._stepped or any(parameter is each for each in unit.complete):
@@ -229,6 +239,8 @@ class ReleasedGradients:
             gradients = (each.grad for each in parameters)
             self._norms.append(torch.nn.utils.get_total_norm([each for each in gradients if each is not None]))
         groups = optimizer.param_groups
+        if self._settings is None:
+            self._settings = list(map(_settings, groups))
         try:
             optimizer.param_groups = [{**groups[number], "params": own} for number, own in unit.params.items()]
             step_without_hooks(optimizer)
@@ -247,6 +259,35 @@ class ReleasedGradients:
     def _finish(self, *_: Any) -> None:
         """Release all pending units and reset the counts, before the optimizer's own step."""
         self._release_all()
+        self._warn_of_settings()
+        self._begin()
+
+    def _note_own_step(self, *_: Any) -> None:
+        """Reset what the optimizer's own step has updated: with a closure, the backward runs within it."""
+        with self._lock:
+            for unit in self._begun:
+                unit.count += len(unit.complete)
+                unit.complete = []
+            self._begun.clear()
+        self._begin()
+
+    def _warn_of_settings(self) -> None:
+        """Warn once of settings that have changed since the parameters were stepped with them."""
+        before, optimizer = self._settings, self._optimizer()
+        if before is None or optimizer is None or self._has_warned_of_settings:
+            return
+        pairs = zip(before, optimizer.param_groups, strict=False)
+        changed = {name for one, group in pairs for name, value in one.items() if not _is_same(value, group.get(name))}
+        if changed:
+            self._has_warned_of_settings = True
+            get_logger().warning(
+                f"{', '.join(sorted(changed))} of the optimizer changed between backward and step, but {FLAG} has "
+                "stepped parameters in the backward; change it before the backward, or leave the flag out"
+            )
+
+    def _begin(self) -> None:
+        """Reset the counts for the next step."""
+        self._settings = None
         if self._order is not None and (optimizer := self._optimizer()) is not None:
             # Parameters outside of the layers may get gradients at both ends of the backward.
             for own in self._order:
@@ -287,6 +328,15 @@ def _unit(optimizer: torch.optim.Optimizer, parameters: Collection[torch.Tensor]
         )
     params = {at: [each for each in group if each in own] for at, group in groups.items()}
     return _Unit({at: group for at, group in params.items() if group}, len(own))
+
+
+def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in group.items() if name != "params"}
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    # Tensors are compared by identity: reading their values would wait for the device.
+    return one is other or (not isinstance(one, torch.Tensor) and type(one) is type(other) and bool(one == other))
 
 
 def _is_bitsandbytes(optimizer: torch.optim.Optimizer) -> bool:
