@@ -273,8 +273,8 @@ def compile_alone(forward: Callable[..., Any], backend: Callable[..., Any], dyna
         return torch.compile(forward, backend=backend, dynamic=dynamic, **isolated)
     except OSError as error:
         raise MemOptError(
-            f"torch.compile cannot make its cache folder ({reason_of(error)}); set TORCHINDUCTOR_CACHE_DIR to one that "
-            "can be written to"
+            f"torch.compile cannot make its cache folder ({reason_of(error)}); set TORCHINDUCTOR_CACHE_DIR to one "
+            "that can be written to"
         ) from error
 
 
