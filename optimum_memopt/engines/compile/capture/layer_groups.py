@@ -1,5 +1,6 @@
 """Equal layers of a model, and other modules whose code is compiled separately from the code around them."""
 
+import re
 import types
 from collections import deque
 from collections.abc import Hashable, Iterator, Mapping, Sequence
@@ -117,12 +118,15 @@ def attributes_of(layer: torch.nn.Module) -> Iterator[tuple[tuple[str, str], Any
 
 def contents_of(layers: Sequence[torch.nn.Module]) -> list[dict[tuple[str, str], tuple[Any, ...]]]:
     """Returns all attributes of the modules in each layer, by path and name, as values that are equal for equal ones:
-    tensors without their data, containers and plain objects by their contents, functions and other objects by
-    identity. Numbers and names as `described`."""
+    tensors without their data, containers and plain objects by their contents, the paths of modules without their
+    numbers (PEFT's layers have their own in a dict), functions and other objects by identity. Whole numbers as
+    `described`."""
     # By object and depth: layers share their config.
     known: dict[tuple[int, int], tuple[Any, ...]] = {}
 
     def content(value: Any, depth: int) -> tuple[Any, ...]:
+        if isinstance(value, str):
+            return str, _NUMBER_IN_PATH.sub("#", value)
         if isinstance(value, DESCRIBED):
             return described(value)
         if (key := (id(value), depth)) not in known:
@@ -135,14 +139,17 @@ def contents_of(layers: Sequence[torch.nn.Module]) -> list[dict[tuple[str, str],
             # Its own attributes are compared.
             return (kind,)
         if isinstance(value, types.MethodType):
-            return kind, id(value.__func__)
+            return kind, value.__func__
         if depth and isinstance(value, Mapping):
             return kind, *((content(name, depth - 1), content(each, depth - 1)) for name, each in value.items())
         if depth and isinstance(value, list | tuple | deque):
             return kind, *(content(each, depth - 1) for each in value)
         is_plain = depth > 0 and not isinstance(value, type | Enum | types.FunctionType | types.ModuleType)
-        held = getattr(value, "__dict__", None) if is_plain else None
-        return (kind, id(value)) if held is None else (kind, content(held, depth - 1))
+        if isinstance(value, set | frozenset):
+            return kind, frozenset(value)
+        if (held := getattr(value, "__dict__", None) if is_plain else None) is not None:
+            return kind, content(held, depth - 1)
+        return kind, value if isinstance(value, Hashable) else id(value)
 
     return [
         {
@@ -162,3 +169,4 @@ def contents_of(layers: Sequence[torch.nn.Module]) -> list[dict[tuple[str, str],
 
 # What is nested deeper is compared by identity.
 _DEPTH = 6
+_NUMBER_IN_PATH = re.compile(r"(?<=\.)\d+(?=\.)")
