@@ -70,6 +70,10 @@ class AdviseCommand(BaseOptimumCLICommand):
         spec = flags.spec_of(args)
         if spec.fsdp > 1 and spec.device is None:
             raise MemOptError(f"--fsdp {spec.fsdp}: ranks are predicted only for a named device; add --device h100")
+        # The rows of plain PyTorch are simulated without ranks.
+        for flag in ("keep_outputs", "no_padding"):
+            if spec.fsdp > 1 and flag in flags.given_flags(args):
+                raise MemOptError(f"--{flag} with --fsdp: plain PyTorch on one device only; leave out one of them")
         name = predicting_engine()
         warn_of_precision(factory(name).planned_device(spec.device), spec.autocast, workload)
         options = flags.checked_options(args, name)

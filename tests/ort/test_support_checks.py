@@ -133,4 +133,4 @@ def test_hooks_on_submodules_are_remarked_and_the_model_s_own_are_not():
     for module in model:
         module.register_full_backward_hook(lambda *_: None)
     (remark,) = checks.remarks(model)
-    assert "hooks on 5 submodules (0, 1, 2, …)" in remark
+    assert "hooks on 5 submodules (0, 1, 2 and 2 more)" in remark

@@ -424,3 +424,19 @@ def test_measured_beside_claimed_and_the_winner_as_a_file(deeper_folder, tmp_pat
     assert report["winner"]["peak_mib"] <= min(peaks) * 1.005
     written = json.loads(output.read_text())
     assert sorted(written) == report["winner"]["applied"]
+
+
+def test_ranks_whose_loop_holds_the_outputs(tmp_path, capsys):
+    asked = ("--model", save(tmp_path, "gpt2"), "--task", "text-generation", "--seq_len", "16", "--device", "h100")
+
+    def peak(*flags: str) -> float:
+        run(*asked, "--fsdp", "2", "--loss", "plain", "--json", *flags)
+        found: float = json.loads(capsys.readouterr().out)["peak_mib"]
+        return found
+
+    assert peak("--no_padding") <= peak() < peak("--keep_outputs")
+
+
+def test_embeddings_that_ranks_shard_apart_from_their_tied_head(folder, capsys):
+    line = refused(capsys, "--model", folder, "--seq_len", "16", "--device", "h100", "--fsdp", "2")
+    assert "--fsdp: the head shares its weight with roberta.embeddings.word_embeddings" in line

@@ -145,11 +145,11 @@ def contents_of(layers: Sequence[torch.nn.Module]) -> list[dict[tuple[str, str],
         if depth and isinstance(value, list | tuple | deque):
             return kind, *(content(each, depth - 1) for each in value)
         is_plain = depth > 0 and not isinstance(value, type | Enum | types.FunctionType | types.ModuleType)
-        if isinstance(value, set | frozenset):
-            return kind, frozenset(value)
+        if isinstance(value, set) and _is_hashable(values := frozenset(value)):
+            return kind, values
         if (held := getattr(value, "__dict__", None) if is_plain else None) is not None:
             return kind, content(held, depth - 1)
-        return kind, value if isinstance(value, Hashable) else id(value)
+        return kind, value if _is_hashable(value) else id(value)
 
     return [
         {
@@ -170,3 +170,12 @@ def contents_of(layers: Sequence[torch.nn.Module]) -> list[dict[tuple[str, str],
 # What is nested deeper is compared by identity.
 _DEPTH = 6
 _NUMBER_IN_PATH = re.compile(r"(?<=\.)\d+(?=\.)")
+
+
+def _is_hashable(value: Any) -> bool:
+    # A frozen dataclass has a `__hash__`, which fails if a field of it is a dict.
+    try:
+        hash(value)
+    except TypeError:
+        return False
+    return True

@@ -49,7 +49,8 @@ def shard(model: torch.nn.Module, mesh: DeviceMesh, half: torch.dtype | None) ->
         half: dtype of mixed precision; None: no mixed precision.
 
     Raises:
-        MemOptError: packed weights of 4 bits would be cast to `half`.
+        MemOptError: packed weights of 4 bits would be cast to `half`, or a tied head would be in another group than
+            the embeddings.
     """
     policy = MixedPrecisionPolicy() if half is None else MixedPrecisionPolicy(half, half, half)
     quantized = set(filter(is_4bit, model.parameters()))
@@ -64,11 +65,18 @@ def shard(model: torch.nn.Module, mesh: DeviceMesh, half: torch.dtype | None) ->
         "mp_policy": policy,
         "ignored_params": {weight for weight in quantized if not weight.is_floating_point()},
     }
+    first, head = embeddings(model, "input"), embeddings(model, "output")
+    is_tied = head is not None and getattr(first, "weight", None) is head.weight
     for module in _layers(model):
         fully_shard(module, reshard_after_forward=True, **how)
     inside = {inner for module in model.modules() if isinstance(module, FSDPModule) for inner in module.modules()}
-    first, head = embeddings(model, "input"), embeddings(model, "output")
-    is_tied = head is not None and getattr(first, "weight", None) is head.weight
+    if is_tied and (first in inside) != (head in inside):
+        # `fully_shard` raises ValueError, in a Trainer too: both must be in one group.
+        names = {module: name for name, module in model.named_modules()}
+        raise MemOptError(
+            f"--fsdp: the head shares its weight with {names[first]}, which FSDP2 shards in another group; plan a "
+            "model with tie_word_embeddings=False"
+        )
     if first is not None and not is_tied and first not in inside:
         fully_shard(first, reshard_after_forward=True, **how)
     last = (final_norm(model), *((first,) if is_tied else ()), head)
