@@ -3,7 +3,7 @@
 import re
 import types
 from collections import deque
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from enum import Enum
 from typing import Any
 
@@ -104,16 +104,13 @@ def _structure(layer: torch.nn.Module) -> Hashable:
     tensors = (*layer.named_parameters(), *layer.named_buffers())
     kinds = tuple((name, type(module)) for name, module in layer.named_modules())
     shapes = tuple((name, full_shape(tensor), tensor.dtype, tensor.requires_grad) for name, tensor in tensors)
-    return kinds, shapes, tuple(each for each in attributes_of(layer) if each[1][0] is float)
-
-
-def attributes_of(layer: torch.nn.Module) -> Iterator[tuple[tuple[str, str], Any]]:
-    """Yields the attributes of the modules in a layer, by path and name."""
-    for path, module in layer.named_modules():
-        tensors = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
-        for name, value in (*tensors, *vars(module).items()):
-            if isinstance(value, DESCRIBED):
-                yield (path, name), described(value)
+    fractions = (
+        (path, name, value)
+        for path, module in layer.named_modules()
+        for name, value in vars(module).items()
+        if type(value) is float
+    )
+    return kinds, shapes, tuple(fractions)
 
 
 def contents_of(layers: Sequence[torch.nn.Module]) -> list[dict[tuple[str, str], tuple[Any, ...]]]:
