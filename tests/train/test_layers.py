@@ -491,7 +491,7 @@ class Auxiliary(torch.nn.Module):
                 "a dict": {"adds": is_one},
                 "a tuple": (is_one,),
                 "an object": SimpleNamespace(adds=is_one),
-                "a function": torch.square if is_one else None,
+                "a function": functools.partial(torch.add, alpha=int(is_one)),
                 "a number": at,
             }[kind]
 
@@ -503,7 +503,7 @@ class Auxiliary(torch.nn.Module):
                 return self.option[0]
             if self.kind == "an object":
                 return self.option.adds
-            return self.option == 1 if self.kind == "a number" else self.option is not None
+            return self.option == 1 if self.kind == "a number" else self.option.keywords["alpha"] == 1
 
         def forward(self, x: torch.Tensor, losses: list[torch.Tensor]) -> torch.Tensor:
             if self.adds:

@@ -1,5 +1,6 @@
 """Equal layers of a model, and other modules whose code is compiled separately from the code around them."""
 
+import functools
 import re
 import types
 from collections import deque
@@ -137,6 +138,8 @@ def contents_of(layers: Sequence[torch.nn.Module]) -> list[dict[tuple[str, str],
             return (kind,)
         if isinstance(value, types.MethodType):
             return kind, value.__func__
+        if isinstance(value, functools.partial):
+            return kind, *(content(each, depth) for each in (value.func, value.args, value.keywords))
         if depth and isinstance(value, Mapping):
             return kind, *((content(name, depth - 1), content(each, depth - 1)) for name, each in value.items())
         if depth and isinstance(value, list | tuple | deque):
