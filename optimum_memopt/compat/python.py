@@ -3,8 +3,8 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-# Pointers that the frame of `with_room` takes. CPython then allocates a chunk of 16,384, and leaves the rest to the
-# frames above it; the frame of inductor's code for a layer takes about 200, for a whole model 1,000 or more.
+# Pointers that the frame of `with_room` takes. CPython then allocates a chunk of 16,384 pointers, and leaves the rest
+# to the frames above it; the frame of inductor's code for a layer takes about 200, for a whole model 1,000 or more.
 _FRAME = 7500
 
 

@@ -133,38 +133,22 @@ def clipping_watched(watch: Callable[[Sequence[torch.Tensor]], None]) -> Iterato
     """Returns a context in which torch's functions that clip gradients, by norm or by value, first call `watch` with
     the gradients that they have found (`torch/nn/utils/clip_grad.py`, torch 2.9 to 2.15)."""
     module: Any = torch.nn.utils.clip_grad
-    names: Any = torch.nn.utils
     norm_of, grouped_by = module._get_total_norm, module._group_tensors_by_device_and_dtype
-    is_watched = True
 
     def total_norm(gradients: Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
-        if is_watched:
-            watch(gradients)
+        watch(gradients)
         norm: torch.Tensor = norm_of(gradients, *args, **kwargs)
         return norm
 
     def grouped(lists: Sequence[Sequence[torch.Tensor]], *args: Any, **kwargs: Any) -> dict[Any, Any]:
         # `clip_grad_value_` calls this alone, and fails if there are no gradients.
-        if is_watched:
-            watch(lists[0])
+        watch(lists[0])
         groups: dict[Any, Any] = grouped_by(lists, *args, **kwargs) if lists[0] else {}
         return groups
 
-    replaced = [
-        (module, "_get_total_norm", total_norm, norm_of),
-        (names, "get_total_norm", total_norm, norm_of),
-        (module, "_group_tensors_by_device_and_dtype", grouped, grouped_by),
-    ]
-    for owner, name, ours, _ in replaced:
-        setattr(owner, name, ours)
-    try:
+    names = ("_get_total_norm", total_norm), ("_group_tensors_by_device_and_dtype", grouped)
+    with _replaced((torch.nn.utils, "get_total_norm", total_norm), *((module, *each) for each in names)):
         yield
-    finally:
-        is_watched = False
-        # Contexts of several models may end in any order.
-        for owner, name, ours, before in replaced:
-            if getattr(owner, name) is ours:
-                setattr(owner, name, before)
 
 
 @contextmanager
@@ -173,23 +157,41 @@ def scaling_watched(watch: Callable[[int], None]) -> Iterator[None]:
     `backward_pass` (`torch/amp/grad_scaler.py`, torch 2.9 to 2.15)."""
     kind: Any = torch.amp.GradScaler
     original = kind.scale
-    is_watched = True
 
     def scale(scaler: Any, outputs: Any) -> Any:
         scaled = original(scaler, outputs)
-        if is_watched and scaler.is_enabled():
-            for loss in tensors_in(scaled):
-                if loss.requires_grad:
-                    loss.register_hook(lambda _: watch(backward_pass()))
+        for loss in tensors_in(scaled) if scaler.is_enabled() else ():
+            if loss.requires_grad:
+                loss.register_hook(lambda _: watch(backward_pass()))
         return scaled
 
-    kind.scale = scale
+    with _replaced((kind, "scale", scale)):
+        yield
+
+
+@contextmanager
+def _replaced(*replacements: tuple[Any, str, Callable[..., Any]]) -> Iterator[None]:
+    """Replace functions of torch for all models; contexts of several models may end in any order, so a function that
+    has been replaced again stays, and calls the original from then on."""
+    originals = [getattr(owner, name) for owner, name, _ in replacements]
+    is_active = True
+
+    def while_active(ours: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return (ours if is_active else original)(*args, **kwargs)
+
+        return call
+
+    calls = [while_active(ours, original) for (*_, ours), original in zip(replacements, originals, strict=True)]
+    for (owner, name, _), call in zip(replacements, calls, strict=True):
+        setattr(owner, name, call)
     try:
         yield
     finally:
-        is_watched = False
-        if kind.scale is scale:
-            kind.scale = original
+        is_active = False
+        for (owner, name, _), call, original in zip(replacements, calls, originals, strict=True):
+            if getattr(owner, name) is call:
+                setattr(owner, name, original)
 
 
 def world_size() -> int:

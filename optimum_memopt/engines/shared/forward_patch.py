@@ -326,7 +326,7 @@ _SWITCH = "gradient_checkpointing"
 _INPUT_GRADIENT_HOOKS = frozenset({"make_inputs_require_grads", "make_inputs_require_grad"})
 
 
-# The value of a switch that an engine has set to off; one that the user sets to off is False.
+# Value of a switch that an engine turns off; a user turns it off with False.
 _OFF = 0
 
 

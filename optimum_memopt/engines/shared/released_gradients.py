@@ -207,7 +207,8 @@ class ReleasedGradients:
 
     def _note(self, parameter: torch.Tensor) -> None:
         """Record that a parameter's gradient is complete, and release the units that are done."""
-        check_step(float16="a GradScaler" if self._scaled == backward_pass() else "")
+        if self._scaled >= 0 and self._scaled == backward_pass():
+            check_step(float16="a GradScaler")
         with self._lock:
             unit = self._units[parameter]
             if parameter in self._stepped or any(parameter is each for each in unit.complete):
@@ -264,6 +265,8 @@ class ReleasedGradients:
 
     def _note_own_step(self, *_: Any) -> None:
         """Reset what the optimizer's own step has updated: with a closure, the backward runs within it."""
+        if not (self._begun or self._stepped):
+            return
         with self._lock:
             for unit in self._begun:
                 unit.count += len(unit.complete)

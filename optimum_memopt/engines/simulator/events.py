@@ -1,6 +1,6 @@
 """Event streams of the storages that a step allocates and frees, and folds over them. Pure.
 
-The recorder (`recorder.py`) writes the events of plain PyTorch, an engine those of its graphs.
+The recorder (`recorder.py`) writes the events of plain PyTorch; an engine writes the events of its graphs.
 """
 
 import itertools
@@ -158,7 +158,7 @@ def interpolated(low: StepEvents, high: StepEvents, share: float) -> StepEvents 
     """Returns a step whose storage sizes are interpolated linearly between two steps; None if their operators differ.
 
     Args:
-        share: 0 for the sizes of `low`, 1 for those of `high`; values outside this range extrapolate.
+        share: 0: the sizes of `low`; 1: the sizes of `high`; values outside this range extrapolate.
     """
 
     def size(first: int, second: int) -> int:

@@ -102,7 +102,7 @@ class Simulator:
         Args:
             call: a step on this simulator's tensors.
             held: object that holds the tensors existing before the step, and the modules that name its operators.
-            finds_variables: call it once more, to find the variables that hold memory at the peak.
+            finds_variables: call the step a third time, to find the variables that hold memory at the peak.
             reads_floats: reading an unknown floating-point number, as for logs, returns 1 instead of raising.
 
         Raises:

@@ -186,7 +186,7 @@ _NOT_IN_PLACE = frozenset({operator.and_, operator.is_, operator.not_, operator.
 
 
 def written_in_trace(node: fx.Node) -> list[fx.Node]:
-    """Returns the arguments that a call in a dynamo graph writes to: those that its schema marks as mutable, `out`,
+    """Returns the arguments that a call in a dynamo graph writes to: the mutable ones of its schema, `out`,
     and the first argument of in-place calls (Python's operators, names ending in an underscore, `inplace=True`)."""
     written = [*written_by(node), node.kwargs.get("out")]
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")

@@ -71,7 +71,7 @@ class StaticSizes:
             self._mark(tensor, tuple(dims))
 
     def _mark(self, tensor: torch.Tensor, dims: tuple[int, ...]) -> None:
-        """Mark these sizes as static, beside those that are marked. Copying marks takes a tenth of the time of
+        """Mark these sizes as static, in addition to existing marks. Copying marks takes a tenth of the time of
         `mark_static`."""
         # Most tensors are of no subclass, for which the test takes 0.1 us instead of 1.
         if type(tensor) not in _PLAIN and is_traceable_wrapper_subclass(tensor):

@@ -86,10 +86,10 @@ def _sharded_modules(model: torch.nn.Module, groups: Sequence[LayerGroup]) -> tu
 
 
 def opened_modules(model: torch.nn.Module) -> LayerGroup:
-    """Returns the modules that FSDP2 gathers together with the one that computes the logits, by their paths."""
-    computes_logits = embeddings(model, "output")
+    """Returns the head, which computes the logits, and the modules that FSDP2 gathers with it, by their paths."""
+    head = embeddings(model, "output")
     groups = ({path: model.get_submodule(path) for path in paths} for paths in fully_shard.sharded_groups(model))
-    return next((modules for modules in groups if computes_logits in modules.values()), {})
+    return next((modules for modules in groups if head in modules.values()), {})
 
 
 def _contains(path: str, inner: str) -> bool:
@@ -144,9 +144,9 @@ def contents_of(layers: Sequence[torch.nn.Module]) -> list[dict[tuple[str, str],
             return kind, *((content(name, depth - 1), content(each, depth - 1)) for name, each in value.items())
         if depth and isinstance(value, list | tuple | deque):
             return kind, *(content(each, depth - 1) for each in value)
-        is_plain = depth > 0 and not isinstance(value, type | Enum | types.FunctionType | types.ModuleType)
         if isinstance(value, set) and _is_hashable(values := frozenset(value)):
             return kind, values
+        is_plain = depth > 0 and not isinstance(value, type | Enum | types.FunctionType | types.ModuleType)
         if (held := getattr(value, "__dict__", None) if is_plain else None) is not None:
             return kind, content(held, depth - 1)
         return kind, value if _is_hashable(value) else id(value)

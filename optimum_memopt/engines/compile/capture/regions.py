@@ -6,8 +6,8 @@ checkpointing around it, stay outside. Regional compilation by hand: https://doc
 regional_compilation.html, `compile_regions` in accelerate's `utils/other.py` (1.15).
 
 torch cannot trace the hooks in which FSDP2 gathers parameters, and breaks the graph at each. So hooks are removed from
-the modules while torch traces the outer graph, and Python runs those of a layer around its forward. The module
-that computes the logits is *open*: its forward is part of the outer graph, which may then compute the loss without
+the modules while torch traces the outer graph, and Python runs those of a layer around its forward. The head, which
+computes the logits, is *open*: its forward is part of the outer graph, which may then compute the loss without
 logits. The parameters of an open module are gathered before the model's forward, and count as used until it returns.
 """
 
@@ -43,6 +43,7 @@ from optimum_memopt.generators import preserved_generators
 
 # The most graphs of one group. With more, the group is no region, as when a number differs in each layer.
 _MOST_GRAPHS = 3
+_CHANGES_CONTAINER = "changes a list or dict that it is given"
 
 
 class ResultsChangedError(RuntimeError):
@@ -261,8 +262,8 @@ class Regions:
                     results = forward(*args, **kwargs)
         finally:
             self._running = before
-        if _has_containers((*args, *kwargs.values())) and not _are_same(values, dynamo.tree_leaves((args, kwargs))):
-            raise ResultsChangedError(f"{layer.path} changes a list or dict that it is given")
+        if _has_containers((*args, *kwargs.values())) and not _are_leaves(values, args, kwargs):
+            raise ResultsChangedError(f"{layer.path} {_CHANGES_CONTAINER}")
         traced = self._traced_results.get(_call_key(layer, values))
         if traced is not None:
             returned = dynamo.tree_leaves(results)
@@ -413,12 +414,12 @@ class Regions:
             # In a graph, lists and dicts are immutable ones (`torch/fx/immutable_collections.py`).
             if not (has_containers and "object does not support mutation" in str(error)):
                 raise
-            raise self._refused(f"the forward of {region.name} changes a list or dict that it is given") from error
+            raise self._refused(f"the forward of {region.name} {_CHANGES_CONTAINER}") from error
         if list(map(writes_to, tensors)) != before:
             # The values that the previous layer has saved would be overwritten.
             raise self._refused(f"the forward of {region.name} writes to its arguments")
-        if has_containers and not _are_same(given, dynamo.tree_leaves((args, kwargs))):
-            raise self._refused(f"the forward of {region.name} changes a list or dict that it is given")
+        if has_containers and not _are_leaves(given, args, kwargs):
+            raise self._refused(f"the forward of {region.name} {_CHANGES_CONTAINER}")
         inputs = set(map(dynamo.storage_id, tensors))
         values = dynamo.tree_leaves(results)
         is_new = all(dynamo.storage_id(value) not in inputs for value in values if isinstance(value, torch.Tensor))
@@ -539,8 +540,10 @@ def _has_containers(arguments: Sequence[Any]) -> bool:
     )
 
 
-def _are_same(values: Sequence[Any], others: Sequence[Any]) -> bool:
-    return len(values) == len(others) and all(one is other for one, other in zip(values, others, strict=True))
+def _are_leaves(values: Sequence[Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """True if these are still the leaves of a layer's arguments."""
+    now = dynamo.tree_leaves((args, kwargs))
+    return len(values) == len(now) and all(one is other for one, other in zip(values, now, strict=True))
 
 
 def _kind(value: Any) -> Hashable:

@@ -548,8 +548,9 @@ class TracedForward:
         # Only the last piece, after the layers, has losses over a vocabulary.
         last = next(reversed(pieces))
         for name, piece in pieces.items():
-            run = dynamo.generated_forward(piece)
-            if not any(map(dynamo.is_operator_of_python, piece.graph.nodes)):
+            if any(map(dynamo.is_operator_of_python, piece.graph.nodes)):
+                run = dynamo.generated_forward(piece)
+            else:
                 run = self._traced(piece, given, names, losses if name == last else (), trace)
             # A function instead of a module: global module hooks must not run for pieces of a graph.
             delattr(whole, name)

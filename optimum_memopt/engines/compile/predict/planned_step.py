@@ -233,7 +233,7 @@ class PlannedStep:
             except MemOptError:
                 raise
             except Exception as error:
-                is_of_this_machine = self.target is None and self.spec == StepSpec(compiler=self.spec.compiler)
+                is_of_this_machine = replace(self.spec, compiler=None) == THIS_MACHINE
                 raise MemOptError(
                     f"{type(model).__name__} cannot be traced on fake tensors ({line_with_place(error)})"
                     f"{self.workload.suggestion if is_of_this_machine else ''}"

@@ -200,11 +200,11 @@ class FromPlanFile(Producer):
         possible, with a mismatch."""
         number, count = len(earlier), len(self.file.graphs)
         why = self.file.why if self.file.why.startswith("plan file") else f"plan file ({self.file.why})"
-        same = [entry for entry in self.file.graphs if entry.signature == graph.signature] or self._closest(graph)
-        if not same and number >= count:
+        found = [entry for entry in self.file.graphs if entry.signature == graph.signature] or self._closest(graph)
+        if not found and number >= count:
             mismatch = f"this is graph {number + 1} of the forward, and the file has {count}"
             return replace(torchs_choice(graph), why=why, mismatch=mismatch)
-        plan = (*same, *self.file.graphs[number:])[0]
+        plan = (*found, *self.file.graphs[number:])[0]
         mismatch = self._difference(plan, graph)
         if plan.by_torch:
             return replace(torchs_choice(graph), why=why, mismatch=mismatch)
@@ -235,8 +235,8 @@ class FromPlanFile(Producer):
         return with_exact_decisions(graph, choice)
 
     def _closest(self, graph: AnalyzedGraph) -> list[GraphEntry]:
-        """Returns the entries for the graph's layer, or for code outside of layers; those that name most of its
-        operators, and have most of them, come first."""
+        """Returns the entries for the graph's layer, or for code outside of layers, sorted by the number of its
+        operators that they name, then by the number that they have; largest first."""
         known, operators = set(graph.paths.values()), Counter(graph.signature.operators)
 
         def shared(entry: GraphEntry) -> tuple[int, int]:
