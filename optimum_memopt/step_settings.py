@@ -76,9 +76,9 @@ class ModelSettings:
     )
     quantize: str | None = flag(
         None,
-        "4-bit weights, as bitsandbytes loads them for QLoRA: nf4 or fp4, with optional fields: "
+        "Weights of 4 or 8 bits, as bitsandbytes loads them for QLoRA: nf4 or fp4, with optional fields: "
         "nf4,double=false,compute=float32,prepare=false,storage=bfloat16 (default: double quantization, products in "
-        "bfloat16, PEFT's prepare_model_for_kbit_training, packed into uint8). Needs --peft.",
+        "bfloat16, PEFT's prepare_model_for_kbit_training, packed into uint8); int8, with prepare. Needs --peft.",
         metavar="KIND[,FIELD=VALUE]",
     )
 

@@ -1,9 +1,9 @@
-"""Private names of bitsandbytes (0.50): scales and codes of quantized weights, weights of 4 bits without data, and
+"""Private names of bitsandbytes (0.50): scales and codes of quantized weights, quantized weights without data, and
 optimizers."""
 
 import copy
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -15,8 +15,9 @@ _BLOCK, _BLOCK_OF_SCALES = 64, 256
 # Sizes of the code tables for 4-bit weights and 8-bit scales.
 _CODES, _CODES_OF_SCALES = 16, 256
 _STATE = "quant_state"
-# 8-bit layers move their weight's scales to the module's state in the first forward.
+# Layers of 8 bits move their weight's codes and scales to the module's state in the first forward.
 _FIRST_FORWARD, _STATE_OF_8_BITS = "init_8bit_state", "state"
+_CODES_OF_8_BITS, _SCALES_OF_8_BITS = "CB", "SCB"
 _MAY_PACK = "support_avx512bf16_for_cpu"
 
 
@@ -25,9 +26,23 @@ def is_4bit(tensor: torch.Tensor) -> bool:
     return getattr(tensor, _STATE, None) is not None
 
 
+def is_8bit_weight(tensor: torch.Tensor) -> bool:
+    """True for a weight of 8 bits, or a fake tensor that replaces it."""
+    return _SCALES_OF_8_BITS in vars(tensor)
+
+
+def is_quantized(tensor: torch.Tensor) -> bool:
+    """True for a weight of 4 or 8 bits."""
+    return is_4bit(tensor) or is_8bit_weight(tensor)
+
+
 def statistics_of(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Returns scales and codes of a weight of 4 bits, which are no parameters or buffers; empty for other tensors."""
-    return _statistics(getattr(tensor, _STATE)) if is_4bit(tensor) else ()
+    """Returns the scales and codes that a quantized weight has as attributes, which are no parameters or buffers;
+    empty for other tensors."""
+    if is_4bit(tensor):
+        return _statistics(getattr(tensor, _STATE))
+    scales = vars(tensor).get(_SCALES_OF_8_BITS)
+    return () if scales is None else (scales,)
 
 
 def _statistics(state: Any) -> tuple[torch.Tensor, ...]:
@@ -36,12 +51,14 @@ def _statistics(state: Any) -> tuple[torch.Tensor, ...]:
 
 
 def named_buffers(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields a model's buffers, and the scales and codes of its weights of 4 bits, each once."""
+    """Yields a model's buffers, and the scales and codes of its quantized weights, each once."""
     yield from model.named_buffers()
     for name, parameter in model.named_parameters():
         for place, each in enumerate(statistics_of(parameter)):
             yield f"{name}.{_STATE}.{place}", each
     for path, product in model.named_modules():
+        if is_8bit(product) and (scales := getattr(product, _STATE_OF_8_BITS).SCB) is not None:
+            yield f"{path}.{_STATE_OF_8_BITS}", scales
         if _has_gathered_weight(product):
             for place, each in enumerate(_statistics(getattr(product, _STATE))):
                 yield f"{path}.{_STATE}.{place}", each
@@ -104,14 +121,16 @@ def buffers_of(model: torch.nn.Module) -> list[torch.Tensor]:
 
 
 def copy_state(tensor: torch.Tensor, other: torch.Tensor, memo: dict[int, Any]) -> None:
-    """Copy the attributes that make `tensor` a weight of 4 bits to `other`.
+    """Copy the attributes that make `tensor` a quantized weight to `other`.
 
     Args:
         memo: as of `copy.deepcopy`; maps scales and codes to their replacements.
     """
-    if is_4bit(tensor):
+    if is_quantized(tensor):
         for name, value in vars(tensor).items():
-            setattr(other, name, copy.deepcopy(value, memo))
+            # The codes of 8 bits are the weight itself.
+            is_weight = name == _CODES_OF_8_BITS and value is not None
+            setattr(other, name, other.detach() if is_weight else copy.deepcopy(value, memo))
 
 
 def optimizer_kind(optimizer: Any) -> tuple[str, int, frozenset[int]]:
@@ -129,20 +148,23 @@ def optimizer_kind(optimizer: Any) -> tuple[str, int, frozenset[int]]:
     return rule, getattr(args, "optim_bits", 32), frozenset(overridden)
 
 
-def loads_4bit(config: Any) -> "BitsAndBytesConfig | None":
+def loads_quantized(config: Any) -> "BitsAndBytesConfig | None":
     """Returns the `BitsAndBytesConfig` passed to `from_pretrained` or stored in a model's config; None if it does not
-    load weights of 4 bits."""
+    load weights of 4 or 8 bits."""
     from transformers import BitsAndBytesConfig
 
     if isinstance(config, Mapping) and config.get("quant_method") == "bitsandbytes":
         config = BitsAndBytesConfig.from_dict(dict(config))
-    return config if isinstance(config, BitsAndBytesConfig) and config.load_in_4bit else None
+    if not isinstance(config, BitsAndBytesConfig):
+        return None
+    is_frozen = config.load_in_4bit or (config.load_in_8bit and not config.llm_int8_has_fp16_weight)
+    return config if is_frozen else None
 
 
-def quantize_4bit(model: Any, config: "BitsAndBytesConfig") -> None:
-    """Quantize a model on the meta device to 4 bits where transformers does (5.0 to 5.24): all linear layers except
-    the head and the modules that the config skips."""
-    from bitsandbytes.nn import Linear4bit
+def quantize(model: Any, config: "BitsAndBytesConfig") -> None:
+    """Quantize a model on the meta device where transformers does (5.0 to 5.24): all linear layers except the head and
+    the modules that the config skips."""
+    from bitsandbytes.nn import Linear4bit, Linear8bitLt
     from transformers.integrations.bitsandbytes import replace_with_bnb_linear
     from transformers.quantizers.base import HfQuantizer
 
@@ -152,12 +174,32 @@ def quantize_4bit(model: Any, config: "BitsAndBytesConfig") -> None:
     replace_with_bnb_linear(model, modules_to_not_convert=left_out, quantization_config=config)
     for name, product in model.named_modules():
         if isinstance(product, Linear4bit):
-            weight, bias = before[name].weight, before[name].bias
-            product.weight = _packed(weight, config)
+            product.weight = _packed(product.weight.shape, before[name].weight.dtype, config)
             product.quant_state = getattr(product.weight, _STATE)
-            product.bias = bias
+            product.bias = before[name].bias
+        elif isinstance(product, Linear8bitLt):
+            product.weight = _in_8_bits(product.weight.shape)
+            product.bias = before[name].bias
     # transformers' quantizer sets it; PEFT reads it.
-    vars(model)["is_loaded_in_4bit"] = True
+    vars(model)["is_loaded_in_4bit" if config.load_in_4bit else "is_loaded_in_8bit"] = True
+
+
+def moved_to_states(model: torch.nn.Module) -> Iterator[tuple[torch.Tensor, bool, torch.nn.Parameter]]:
+    """Yields the tensors in the states of a model's 8-bit layers, whether each is the weight's codes, and the
+    weight."""
+    for module in filter(is_8bit, model.modules()):
+        for name, value in vars(getattr(module, _STATE_OF_8_BITS)).items():
+            if isinstance(value, torch.Tensor):
+                yield value, name == _CODES_OF_8_BITS, cast(Any, module).weight
+
+
+def _in_8_bits(shape: torch.Size) -> torch.nn.Parameter:
+    """Returns a weight of 8 bits without data."""
+    from bitsandbytes.nn import Int8Params
+
+    codes = torch.empty(shape, dtype=torch.int8, device="meta")
+    scales = torch.empty(shape[0], dtype=torch.float32, device="meta")
+    return Int8Params(codes, requires_grad=False, has_fp16_weights=False, CB=codes, SCB=scales)
 
 
 def cast_biases(model: torch.nn.Module) -> None:
@@ -196,13 +238,17 @@ def allow_packing(held: Iterable[torch.nn.Module]) -> None:
         setattr(module, _MAY_PACK, True)
 
 
-def _packed(weight: torch.Tensor, config: "BitsAndBytesConfig") -> torch.nn.Parameter:
-    """Returns a weight of 4 bits without data; sizes as in `bitsandbytes/functional.py`, `quantize_4bit`."""
+def _packed(shape: torch.Size, dtype: torch.dtype, config: "BitsAndBytesConfig") -> torch.nn.Parameter:
+    """Returns a weight of 4 bits without data; sizes as in `bitsandbytes/functional.py`, `quantize_4bit`.
+
+    Args:
+        dtype: the dtype before it is quantized.
+    """
     from bitsandbytes.functional import QuantState
     from bitsandbytes.nn import Params4bit
 
     kind, double, storage = config.bnb_4bit_quant_type, config.bnb_4bit_use_double_quant, config.bnb_4bit_quant_storage
-    blocks = -(-weight.numel() // _BLOCK)
+    blocks = -(-shape.numel() // _BLOCK)
     meta: dict[str, Any] = {"dtype": torch.float32, "device": "meta"}
     scales, of_scales = torch.empty(blocks, **meta), None
     if double:
@@ -215,16 +261,16 @@ def _packed(weight: torch.Tensor, config: "BitsAndBytesConfig") -> torch.nn.Para
         )
     state = QuantState(
         scales,
-        shape=weight.shape,
+        shape=shape,
         code=torch.empty(_CODES, **meta),
         blocksize=_BLOCK,
         quant_type=kind,
-        dtype=weight.dtype,
+        dtype=dtype,
         offset=None if of_scales is None else torch.empty((), **meta),
         state2=of_scales,
     )
     return Params4bit(
-        torch.empty(((weight.numel() + 1) // (2 * storage.itemsize), 1), dtype=storage, device="meta"),
+        torch.empty(((shape.numel() + 1) // (2 * storage.itemsize), 1), dtype=storage, device="meta"),
         quant_state=state,
         blocksize=_BLOCK,
         compress_statistics=double,

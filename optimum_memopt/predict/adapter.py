@@ -7,26 +7,34 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from optimum_memopt.compat.bitsandbytes import cast_biases, quantize_4bit
+from optimum_memopt.compat.bitsandbytes import cast_biases, quantize
 from optimum_memopt.errors import MemOptError, excerpt, path_excerpt
 from optimum_memopt.step_settings import DTYPES
 
+if TYPE_CHECKING:
+    from transformers import BitsAndBytesConfig
+
 _STORAGE = ("uint8", *DTYPES)
+_PREPARES = "prepare"
+# The fields of each kind.
+_OF_4_BITS = ("double", "compute", _PREPARES, "storage")
+_KINDS = {"nf4": _OF_4_BITS, "fp4": _OF_4_BITS, "int8": (_PREPARES,)}
 _QUANTIZATION = (
-    "allowed: nf4 and fp4, with fields such as nf4,double=false,compute=float32,prepare=false,storage=bfloat16"
+    "allowed: nf4 and fp4, with fields such as nf4,double=false,compute=float32,prepare=false,storage=bfloat16, and "
+    "int8 or int8,prepare=false"
 )
 
 
 @dataclass(frozen=True)
 class Quantization:
-    """How weights are quantized, as in transformers' `BitsAndBytesConfig` with `load_in_4bit`.
+    """How weights are quantized, as in transformers' `BitsAndBytesConfig` with `load_in_4bit` or `load_in_8bit`.
 
     Attributes:
-        kind: `nf4` or `fp4`.
+        kind: `nf4`, `fp4` or `int8`; the fields but `prepare` are for 4 bits.
         double: whether the scales are quantized too.
         compute: the dtype of matrix products, `bnb_4bit_compute_dtype`.
         prepare: whether PEFT's `prepare_model_for_kbit_training` casts weights that are not quantized to float32.
@@ -54,8 +62,8 @@ def parse_quantization(text: str) -> Quantization:
     for part in parts:
         name, _, value = part.partition("=")
         given[name] = {"true": True, "false": False}.get(value, value)
-    is_known = kind in ("nf4", "fp4") and given.keys() <= {"double", "compute", "prepare", "storage"}
-    are_switches = all(isinstance(given.get(name, True), bool) for name in ("double", "prepare"))
+    is_known = kind in _KINDS and given.keys() <= set(_KINDS[kind])
+    are_switches = all(isinstance(given.get(name, True), bool) for name in ("double", _PREPARES))
     are_types = given.get("compute", DTYPES[0]) in DTYPES and given.get("storage", _STORAGE[0]) in _STORAGE
     if not (is_known and are_switches and are_types):
         raise MemOptError(f"--quantize {excerpt(text) or repr(text)}: {_QUANTIZATION}")
@@ -75,18 +83,24 @@ def quantized(model: torch.nn.Module, quantization: Quantization) -> torch.nn.Mo
         raise MemOptError(f"--quantize needs {error.name}; pip install bitsandbytes peft") from error
     from transformers import BitsAndBytesConfig
 
-    config = BitsAndBytesConfig(
+    is_4bit = quantization.kind != "int8"
+    quantize(model, _in_4_bits(quantization) if is_4bit else BitsAndBytesConfig(load_in_8bit=True))
+    if quantization.prepare:
+        model = peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
+    cast_biases(model)
+    return model
+
+
+def _in_4_bits(quantization: Quantization) -> "BitsAndBytesConfig":
+    from transformers import BitsAndBytesConfig
+
+    return BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type=quantization.kind,
         bnb_4bit_use_double_quant=quantization.double,
         bnb_4bit_compute_dtype=getattr(torch, quantization.compute),
         bnb_4bit_quant_storage=getattr(torch, quantization.storage),
     )
-    quantize_4bit(model, config)
-    if quantization.prepare:
-        model = peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
-    cast_biases(model)
-    return model
 
 
 # Short names of LoRA's fields.

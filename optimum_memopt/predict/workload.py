@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from optimum_memopt.compat.bitsandbytes import copy_state, is_4bit, statistics_of
+from optimum_memopt.compat.bitsandbytes import copy_state, is_quantized, moved_to_states, statistics_of
 from optimum_memopt.compat.torch import dtype_name, tensors_in, without_modes
 from optimum_memopt.compat.transformers import torch_init
 from optimum_memopt.engines.api.predictions import PlannedDevice
@@ -433,7 +433,7 @@ class ModuleWorkload:
         if engine_of(module) is not None:
             raise MemOptError(f"{name} is being trained by an engine; detach() it, or ask trainer.memopt")
         for path, tensor in _tensors(module):
-            if type(tensor) not in _PLAIN and not is_4bit(tensor):
+            if type(tensor) not in _PLAIN and not is_quantized(tensor):
                 raise MemOptError(f"{name}: {path} is a {type(tensor).__name__}; only plain tensors can be planned")
         keywords = _keywords(module, inputs)
         first = next((value for value in tensors_in(keywords) if value.dim()), None)
@@ -505,6 +505,8 @@ def _without_data(module: torch.nn.Module) -> torch.nn.Module:
         memo: dict[int, Any] = {id(each): _fake(each) for each in held}
         for tensor in tensors:
             copy_state(tensor, memo[id(tensor)], memo)
+        for tensor, is_weight, weight in moved_to_states(module):
+            memo[id(tensor)] = memo[id(weight)].detach() if is_weight else _fake(tensor)
         return copy.deepcopy(module, memo)
     # Any object in the module may fail to be copied.
     except Exception as error:

@@ -17,7 +17,7 @@ from unittest import mock
 
 import torch
 
-from optimum_memopt.compat.bitsandbytes import loads_4bit, quantize_4bit
+from optimum_memopt.compat.bitsandbytes import loads_quantized, quantize
 from optimum_memopt.errors import MemOptError
 
 # Arguments of a model's forward that grow with the text.
@@ -288,7 +288,7 @@ def models_without_weights() -> Iterator[None]:
     between devices, and `--bf16` needs no GPU (transformers 5.23).
 
     Raises:
-        MemOptError: in the context, for a model with quantized weights other than 4-bit ones.
+        MemOptError: in the context, for a model with quantized weights that bitsandbytes does not make.
     """
     from transformers import PretrainedConfig, PreTrainedModel, training_args
     from transformers.initialization import no_init_weights
@@ -311,18 +311,19 @@ def models_without_weights() -> Iterator[None]:
             own = {key: value for key, value in kwargs.items() if key not in _OF_LOADING}
             config = kind.config_class.from_pretrained(name if config is None else config, **own)
         quantization = getattr(config, "quantization_config", None) if quantization is None else quantization
-        four_bits = None if quantization is None else loads_4bit(quantization)
-        if quantization is not None and four_bits is None:
+        loaded = None if quantization is None else loads_quantized(quantization)
+        if quantization is not None and loaded is None:
             raise MemOptError(
-                f"{name}: weights are quantized, which a dry run makes for BitsAndBytesConfig(load_in_4bit=True) alone"
+                f"{name}: weights are quantized, which a dry run makes for BitsAndBytesConfig(load_in_4bit=True) and "
+                "(load_in_8bit=True) alone"
             )
         dtype = dtype or older or "auto"
         dtype = (config.dtype or torch.float32) if dtype == "auto" else dtype
         config = copy.deepcopy(config)
         config.name_or_path = str(name)
         model = from_config(kind, config, dtype=dtype, **given).eval()
-        if four_bits is not None:
-            quantize_4bit(model, four_bits)
+        if loaded is not None:
+            quantize(model, loaded)
         return (model, {}) if info else model
 
     def save_pretrained(self: Any, save_directory: Any, *args: Any, **kwargs: Any) -> None:

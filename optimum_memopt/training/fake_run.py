@@ -21,7 +21,7 @@ from transformers import Trainer, TrainerCallback, TrainerState, TrainingArgumen
 from transformers.trainer_utils import SaveStrategy
 
 from optimum_memopt.callbacks.reporting import Reporter
-from optimum_memopt.compat.bitsandbytes import buffers_of, is_4bit
+from optimum_memopt.compat.bitsandbytes import buffers_of, is_quantized
 from optimum_memopt.compat.torch import tensor_bytes, tensors_in
 from optimum_memopt.compat.transformers import collator, train_batch_size
 from optimum_memopt.engines.api.predictions import SimulatedStep
@@ -335,13 +335,13 @@ class FakeRun:
         yield RunPhase("resume", resident, written + states, "the host holds weights and states read from the files")
 
     def merge(self) -> Iterator[RunPhase]:
-        """Yields the phase that merges adapters into the weights; nothing without adapters, or for 4-bit weights,
+        """Yields the phase that merges adapters into the weights; nothing without adapters, or for quantized weights,
         which bitsandbytes quantizes again from their values."""
         trainer = self.trainer
         base: Any = getattr(trainer.model, "base_model", None)
         if not hasattr(trainer.model, "peft_config") or not hasattr(base, "merge_adapter"):
             return
-        if any(map(is_4bit, trainer.model.parameters())):
+        if any(map(is_quantized, trainer.model.parameters())):
             return
 
         def merged() -> None:

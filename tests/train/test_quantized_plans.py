@@ -1,6 +1,7 @@
 """QLoRA planned from a config gives the same prediction as the quantized model itself."""
 
 import copy
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -8,15 +9,16 @@ import peft
 import pytest
 import torch
 import transformers
+from bitsandbytes.autograd import _functions
 from bitsandbytes.functional import has_avx512bf16
-from bitsandbytes.nn import Linear4bit
+from bitsandbytes.nn import Linear4bit, Linear8bitLt
 from transformers import BitsAndBytesConfig
 
 from optimum_memopt import optimize
-from optimum_memopt.compat.bitsandbytes import buffers_of, quantize_4bit, statistics_of
+from optimum_memopt.compat.bitsandbytes import buffers_of, quantize, statistics_of
 from optimum_memopt.engines.compile.capture.ranks import planned_ranks, shard
 from optimum_memopt.engines.compile.train.engine import CompileEngine
-from optimum_memopt.engines.torch_compat import fully_shard
+from optimum_memopt.engines.torch_compat import fully_shard, int8_products
 from optimum_memopt.errors import MemOptError
 from optimum_memopt.predict.adapter import Quantization, parse_quantization
 from optimum_memopt.predict.plan import plan
@@ -106,6 +108,11 @@ def test_packed_weights_that_ranks_would_cast_are_refused() -> None:
         plan(CONFIG, "text-generation", quantize="nf4,storage=float32", peft=ADAPTER, fsdp=2, bf16=True)
 
 
+def test_weights_of_8_bits_cannot_be_sharded() -> None:
+    with pytest.raises(MemOptError, match="FSDP2 cannot shard weights of 8 bits; use quantize nf4"):
+        plan(CONFIG, "text-generation", quantize="int8", peft=ADAPTER, fsdp=2)
+
+
 def batch() -> dict[str, torch.Tensor]:
     ids = torch.randint(0, 500, (ROWS, LENGTH), generator=torch.Generator().manual_seed(0))
     return {"input_ids": ids, "labels": ids}
@@ -158,20 +165,118 @@ def test_layers_of_8_bits_are_graphs_of_their_own(tmp_path: Path, chosen: dict[s
     assert table is not None and "in 3 graphs for 4 layers" in table.header[0]
 
 
+@pytest.fixture
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """bitsandbytes multiplies by 8-bit weights as on a GPU, with its kernels for any device."""
+    monkeypatch.setattr(_functions, "MatMul8bitFp", _functions.MatMul8bitLt)
+    with int8_products.as_on_cuda():
+        yield
+
+
+def loaded_in_8_bits(folder: Path, dtype: torch.dtype, prepare: bool = True) -> torch.nn.Module:
+    """Returns a model with 8-bit weights and an adapter, the same one each time."""
+    torch.manual_seed(0)
+    transformers.LlamaForCausalLM(copy.deepcopy(CONFIG)).to(dtype).save_pretrained(folder)
+    given = {"quantization_config": BitsAndBytesConfig(load_in_8bit=True), "dtype": dtype}
+    model = transformers.LlamaForCausalLM.from_pretrained(folder, **given)
+    if prepare:
+        model = peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
+    lora = peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=False)
+    return peft.get_peft_model(model, lora).train()
+
+
+@in_turn
+@pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.parametrize(
+    ("chosen", "dtype", "threshold"),
+    nightly(
+        [
+            ({"memory_opt_level": 1}, torch.float32, 2.0),
+            ({"memory_opt_level": 0}, torch.bfloat16, 6.0),
+            ({"memory_opt_budget": "99%"}, torch.float32, 0.0),
+        ],
+        but=[({"memory_opt_level": 1}, torch.float32, 2.0)],
+    ),
+)
+def test_a_product_of_8_bits_on_a_gpu_is_one_operator(
+    tmp_path: Path, chosen: dict[str, Any], dtype: torch.dtype, threshold: float
+) -> None:
+    """Columns with outliers depend on the data, but no graph breaks, and the input is not saved for them."""
+    model, plain = (loaded_in_8_bits(tmp_path, dtype) for _ in range(2))
+    for one in (model, plain):
+        for product in one.modules():
+            if isinstance(product, Linear8bitLt):
+                product.state.threshold = threshold
+    expected = accumulate(plain, [batch(), batch()])
+    if threshold == 2:
+        columns = [each.state.idx.numel() for each in plain.modules() if isinstance(each, Linear8bitLt)]
+        assert 0 in columns and any(0 < count < 64 for count in columns)
+    engine = optimize(model, memory_opt_engine="compile", memory_opt_compiler="aot_eager", **chosen)
+    assert_same(accumulate(model, [batch(), batch()]), expected)
+    table = engine.plans()
+    assert table is not None and "in 3 graphs for 4 layers" in table.header[0]
+    assert isinstance(engine, CompileEngine) and engine.predictor is not None
+    # The constants of the first step are gone in later ones.
+    for _ in range(2):
+        saved, _ = measured_step(model, batch())
+    assert abs(engine.predictor.saved() - saved) <= 64
+
+
+@in_turn
+@pytest.mark.parametrize("trained", nightly([True, False], but=[True]))
+def test_a_config_of_8_bits_is_planned_as_the_model_itself(tmp_path: Path, trained: bool) -> None:
+    """The plan is the same before a model's first forward, which moves its scales, and after it."""
+    ids = torch.randint(0, 500, (ROWS, LENGTH))
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
+    common = {"device": "h100", "bf16": True, "compiler": "aot_eager", "level": 1}
+    model = loaded_in_8_bits(tmp_path, torch.bfloat16, prepare=False)
+    if trained:
+        model(**batch()).loss.backward()
+        model.zero_grad()
+    real = plan(model, example_inputs=inputs, **common)
+    given = {
+        "quantize": "int8,prepare=false",
+        "peft": ADAPTER,
+        "batch_size": ROWS,
+        "seq_len": LENGTH,
+        "padding": False,
+    }
+    planned = plan(copy.deepcopy(CONFIG), "text-generation", **given, **common)
+    assert planned.peak == real.peak
+    assert planned.breakdown == pytest.approx(real.breakdown, abs=64)
+    others = sum(each.nbytes for each in model.parameters() if each.dtype != torch.int8)
+    weights = 4 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 192)
+    scales = 4 * 4 * (2 * 64 + 2 * 32 + 2 * 192 + 64)
+    assert planned.breakdown["parameters"] == pytest.approx(others + weights + scales, rel=0.01)
+
+
+def test_biases_of_8_bits_break_no_graph() -> None:
+    """A layer's own forward converts its bias to the dtype of its input, which torch cannot trace."""
+    config = transformers.GPT2Config(n_embd=64, n_layer=2, n_head=2, vocab_size=100, bos_token_id=0, eos_token_id=0)
+    adapter = "r=4,target=c_attn,fan_in_fan_out=true,task_type=CAUSAL_LM"
+    sizes = {"batch_size": 2, "seq_len": 16, "device": "h100", "compiler": "aot_eager", "bf16": True, "level": 1}
+    found = plan(config, "text-generation", quantize="int8", peft=adapter, **sizes)
+    # Two graphs would leave the loss in one piece.
+    assert "loss in chunks" in found.table.header[0]
+
+
+@pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("name", ["GPT2LMHeadModel", "RobertaForSequenceClassification"])
-def test_weights_are_those_that_transformers_loads(name: str, tmp_path: Path) -> None:
+def test_weights_are_those_that_transformers_loads(name: str, bits: int, tmp_path: Path) -> None:
     """Planned weights have the shapes and dtypes that transformers loads, also for heads, Conv1D layers and biases."""
     kind = getattr(transformers, name)
     # GPT-2's config also accepts these names.
     sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
     config = kind.config_class(**sizes, vocab_size=100)
     kind(config).save_pretrained(tmp_path)
-    given = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
+    given = BitsAndBytesConfig(load_in_8bit=True)
+    if bits == 4:
+        given = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
     loaded = kind.from_pretrained(tmp_path, quantization_config=given, dtype=torch.float32)
     with torch.device("meta"):
-        planned = kind(config)
+        planned = kind(copy.deepcopy(config))
         planned.tie_weights()
-        quantize_4bit(planned, given)
+        quantize(planned, given)
 
     def described(model: torch.nn.Module) -> dict[str, list[object]]:
         return {
@@ -188,7 +293,8 @@ def test_weights_are_those_that_transformers_loads(name: str, tmp_path: Path) ->
 @pytest.mark.parametrize(
     "text",
     [
-        *("int8", "nf4,double=maybe", "nf4,compute=int8", "nf4,blocks=64", "", "fp4,prepare", "nf4,double=0"),
+        *("int4", "int8,double=true", "int8,threshold=1"),
+        *("nf4,double=maybe", "nf4,compute=int8", "nf4,blocks=64", "", "fp4,prepare", "nf4,double=0"),
         "nf4,storage=int8",
     ],
 )
@@ -202,6 +308,7 @@ def test_fields_of_a_quantization() -> None:
     assert parse_quantization("nf4") == Quantization("nf4")
     found = parse_quantization("fp4, double=false, compute=float32, prepare=false, storage=bfloat16")
     assert found == Quantization("fp4", double=False, compute="float32", prepare=False, storage="bfloat16")
+    assert parse_quantization("int8, prepare=false") == Quantization("int8", prepare=False)
 
 
 def test_quantized_weights_need_an_adapter() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from optimum_memopt.engines.simulator.devices import Device
-from optimum_memopt.engines.torch_compat import autocast, kernels
+from optimum_memopt.engines.torch_compat import autocast, int8_products, kernels
 from optimum_memopt.engines.torch_compat.fake_tensors import with_attributes, without_tracebacks
 from optimum_memopt.engines.torch_compat.kernels import HALVES, Multiprocessors
 
@@ -38,6 +38,7 @@ def traced_for(device: Device | None, dtype: torch.dtype | None, here: str = "cp
         if device is not None and device.cuda is not None:
             stack.enter_context(autocast.casts_of_cuda())
             stack.enter_context(_attention_of(device))
+            stack.enter_context(int8_products.as_on_cuda())
         if dtype is not None:
             stack.enter_context(torch.autocast(here, dtype))
         yield
@@ -47,6 +48,7 @@ def traced_for(device: Device | None, dtype: torch.dtype | None, here: str = "cp
 def eager_standin(device: Device | None) -> Iterator[None]:
     """Do the same as `traced_for`, for code that runs without a compiler."""
     with traced_for(device, None), contextlib.ExitStack() as stack:
+        stack.enter_context(int8_products.without_outliers(device is not None and device.cuda is not None))
         if device is not None:
             stack.enter_context(autocast.of_any_device(device.capability >= _AMPERE))
         if device is not None and device.cuda is not None:

@@ -1,7 +1,7 @@
 """The work of an operator: bytes moved, floating point operations and kind of kernel. Pure."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
@@ -16,8 +16,14 @@ from optimum_memopt.engines.torch_compat.kernels import ALIGNED, HALVES
 
 _ATTENTION = "_scaled_dot_product_"
 _CPU_ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
-# bitsandbytes' product with a 4-bit weight.
-_QUANTIZED_PRODUCT = "gemm_4bit"
+# Products with quantized weights, and the shape of the weight from the arguments: bitsandbytes' with 4 and 8 bits, and
+# this package's with 8 bits.
+_IN_4_BITS = "gemm_4bit"
+_QUANTIZED_PRODUCTS: dict[str, Callable[[Sequence[Any]], Sequence[int]]] = {
+    _IN_4_BITS: lambda arguments: arguments[2],
+    "int8_scaled_mm": lambda arguments: arguments[1].shape,
+    "int8_linear": lambda arguments: arguments[1].shape,
+}
 # Slower than element-wise kernels: several passes over the input, or sums across threads.
 _REDUCTIONS = frozenset(
     (
@@ -126,10 +132,14 @@ def work_of(
         kernel = _kernel(name, flops, operands, results)
         # The largest operand's dtype, not that of a mask or an index.
         largest = max(operands, key=lambda operand: operand.nbytes, default=None)
-        if name == _QUANTIZED_PRODUCT:
-            # It writes and reads the weight in the input's dtype.
-            largest = positional[0]
-            moved += 2 * math.prod(positional[2]) * largest.dtype.itemsize
+        if (weight_shape := _QUANTIZED_PRODUCTS.get(name)) is not None:
+            largest = results[0]
+            if name == _IN_4_BITS:
+                # It writes and reads the weight in the input's dtype.
+                moved += 2 * math.prod(weight_shape(positional)) * largest.dtype.itemsize
+            else:
+                # It writes and reads the input's codes, and the sums in int32.
+                moved += 2 * (positional[0].numel() + largest.numel() * torch.int32.itemsize)
         if (lookup := _LOOKUPS.get(name)) is not None:
             place, reads = lookup
             moved += (sum(tensor.nbytes for tensor in results) if reads else 0) - positional[place].nbytes
@@ -162,8 +172,8 @@ def _kernel(name: str, flops: float, operands: Sequence[torch.Tensor], results: 
 
 def _flops(operator: Any, positional: Sequence[Any], named: Mapping[str, Any], result: Any) -> float:
     name, share = dynamo.operator_name(operator), 1.0
-    if name == _QUANTIZED_PRODUCT:
-        return float(2 * positional[0].numel() * positional[2][0])
+    if (weight_shape := _QUANTIZED_PRODUCTS.get(name)) is not None:
+        return float(2 * positional[0].numel() * weight_shape(positional)[0])
     count = flop_registry.get(getattr(operator, "overloadpacket", None))
     if name.startswith(_ATTENTION):
         # The first operand of its backward is the gradient.

@@ -84,6 +84,30 @@ def _dequantized(arguments: Sequence[Any]) -> sympy.Expr:
     return sympy.Integer(count * given.dtype.itemsize + is_double * blocks * _FLOAT_BYTES)
 
 
+def _int8_product(arguments: Sequence[Any]) -> sympy.Expr:
+    """Returns the bytes of the sums of a product of 8-bit codes in int32, and of its result in float16, before that is
+    converted (bitsandbytes 0.50, `int8_mm_dequant` in `backends/cuda/ops.py`)."""
+    codes, weight = arguments[:2]
+    results = elements(codes) / symbolic(codes.shape[-1]) * symbolic(weight.shape[0])
+    return results * (torch.int32.itemsize + torch.float16.itemsize)
+
+
+def _outliers(arguments: Sequence[Any]) -> sympy.Expr:
+    """Returns the bytes of a search for outliers: absolute values in float16, and a mask (`int8_vectorwise_quant`)."""
+    return elements(arguments[0]) * (torch.float16.itemsize + torch.bool.itemsize)
+
+
+def _int8_linear(arguments: Sequence[Any]) -> sympy.Expr:
+    """Returns the bytes of a product with an 8-bit weight: codes and scales of the rows, beside what the search for
+    outliers or the product takes. Columns with outliers are not counted."""
+    given, weight = arguments[:2]
+    rows = elements(given) / symbolic(given.shape[-1])
+    half = 0 if given.dtype == torch.float16 else elements(given) * torch.float16.itemsize
+    # There is no result yet during the search.
+    search = half + _outliers(arguments) - rows * symbolic(weight.shape[0]) * given.dtype.itemsize
+    return elements(given) + rows * _FLOAT_BYTES + sympy.Max(search, _int8_product(arguments))
+
+
 def _accumulated(arguments: Sequence[Any], result: Any) -> sympy.Expr:
     """Returns the bytes of a half-precision result in float32 (`native/cpu/ScatterGatherKernel.cpp`)."""
     return elements(result) * _FLOAT_BYTES if result.dtype in HALVES else _ZERO
@@ -457,4 +481,7 @@ _CUDA_RULES: dict[str, Callable[[Sequence[Any]], sympy.Expr]] = {
     "label_log_probs": functools.partial(_label_log_probs, by_kernel=True),
     "label_log_probs_backward": functools.partial(_label_log_probs_backward, by_kernel=True),
     "gemm_4bit": _dequantized,
+    "int8_linear": _int8_linear,
+    "int8_scaled_mm": _int8_product,
+    "int8_vectorwise_quant": _outliers,
 }

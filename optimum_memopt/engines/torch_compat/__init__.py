@@ -18,6 +18,7 @@ attention           transformers' masks and attention
 host_masks          masks read on the host, before the transfer
 fused_lm_head       TRL's language-model head
 expert_adapters     PEFT's adapters of fused experts
+int8_products       bitsandbytes' products with 8-bit weights
 liger               Liger Kernel
 patches             patches, and what is lost without one
 releases            patches that do not apply to installed releases

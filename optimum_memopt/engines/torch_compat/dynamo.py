@@ -41,7 +41,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree
 from torch.utils._pytree import tree_flatten, tree_map, tree_map_only, tree_unflatten
 
-from optimum_memopt.compat.bitsandbytes import is_4bit, states_of
+from optimum_memopt.compat.bitsandbytes import is_quantized, states_of
 from optimum_memopt.compat.torch import backward_pass, tensors_in
 from optimum_memopt.engines.torch_compat import fx_graph
 from optimum_memopt.engines.torch_compat.fake_tensors import fake_copy, is_without_parts, storages, with_attributes
@@ -394,7 +394,7 @@ class Trace:
         assert mode is not None
 
         def fake(tensor: torch.Tensor) -> torch.Tensor:
-            if is_without_parts(tensor) or is_4bit(tensor):
+            if is_without_parts(tensor) or is_quantized(tensor):
                 return fake_copy(tensor, mode)
             if not isinstance(tensor, DTensor):
                 return mode.from_tensor(tensor, static_shapes=True)

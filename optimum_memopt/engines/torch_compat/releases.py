@@ -8,13 +8,14 @@ from optimum_memopt.engines.torch_compat.expert_adapters import EXPERTS
 from optimum_memopt.engines.torch_compat.fake_tensors import SIMULATED, VALUES
 from optimum_memopt.engines.torch_compat.fused_lm_head import HEAD
 from optimum_memopt.engines.torch_compat.host_masks import MOVED
+from optimum_memopt.engines.torch_compat.int8_products import PRODUCTS
 from optimum_memopt.engines.torch_compat.patches import Patch
 from optimum_memopt.engines.torch_compat.trace_fixes import COLLECTED, LOSS_BY_NAME
 from optimum_memopt.engines.torch_compat.zero3 import LINEAR, PARTITIONED
 from optimum_memopt.errors import UnsupportedModelError
 
 # Optional patches: without them a model still trains, with a less complete plan.
-LESS = (MASKS, MOVED, COLLECTED, LOSS_BY_NAME, HEAD, EXPERTS, LINEAR, liger.LIGER, liger.LOSS)
+LESS = (MASKS, MOVED, COLLECTED, LOSS_BY_NAME, HEAD, EXPERTS, PRODUCTS, LINEAR, liger.LIGER, liger.LOSS)
 PATCHES: tuple[Patch, ...] = (*LESS, SIMULATED, VALUES, fully_shard.SHARDED, PARTITIONED)
 
 

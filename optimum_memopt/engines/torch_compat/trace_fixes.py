@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from optimum_memopt.compat.bitsandbytes import gathered_products, is_8bit, move_to_state
-from optimum_memopt.engines.torch_compat import expert_adapters, fused_lm_head, liger, zero3
+from optimum_memopt.engines.torch_compat import expert_adapters, fused_lm_head, int8_products, liger, zero3
 from optimum_memopt.engines.torch_compat.attention import may_be_one_operator, packed_attentions, row_splitters
 from optimum_memopt.engines.torch_compat.dynamo import (
     Trace,
@@ -135,6 +135,7 @@ class TraceFixes:
         self._replaced: list[Replacement] = [
             *fused_lm_head.replacements(),
             *expert_adapters.replacements(),
+            *int8_products.replacements(),
             *zero3.replacements(),
             *gathered_products(model),
         ]

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from optimum_memopt.compat.accelerate import final_norm
-from optimum_memopt.compat.bitsandbytes import is_4bit
+from optimum_memopt.compat.bitsandbytes import is_4bit, is_8bit_weight
 from optimum_memopt.compat.torch import dtype_name
 from optimum_memopt.compat.transformers import embeddings, layer_classes
 from optimum_memopt.engines.compile.capture.layer_groups import layer_groups
@@ -49,10 +49,12 @@ def shard(model: torch.nn.Module, mesh: DeviceMesh, half: torch.dtype | None) ->
         half: dtype of mixed precision; None: no mixed precision.
 
     Raises:
-        MemOptError: packed weights of 4 bits would be cast to `half`, or a tied head would be in another group than
-            the embeddings.
+        MemOptError: weights have 8 bits, packed weights of 4 bits would be cast to `half`, or a tied head would be in
+            another group than the embeddings.
     """
     policy = MixedPrecisionPolicy() if half is None else MixedPrecisionPolicy(half, half, half)
+    if any(map(is_8bit_weight, model.parameters())):
+        raise MemOptError("--fsdp: FSDP2 cannot shard weights of 8 bits; use --quantize nf4,storage=bfloat16")
     quantized = set(filter(is_4bit, model.parameters()))
     if half is not None:
         _check_packed(quantized, half)
