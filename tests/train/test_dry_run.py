@@ -1,6 +1,7 @@
 """Dry runs of a Trainer in this process, and of scripts in processes as a user starts them."""
 
 import itertools
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -246,6 +247,8 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 four_bits = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
 from peft""",
 )
+IN_8_BITS = re.sub(r"load_in_4bit=True.*\)", "load_in_8bit=True)", QLORA)
+
 DPO = """
 from trl import DPOConfig, DPOTrainer
 
@@ -275,6 +278,7 @@ CACHE = "the key-value cache of 8 x 518 tokens"
         [
             (SFT, ("SFTTrainer, PeftModelForCausalLM, batch 8 x 100, bf16", "\nmerge ")),
             (QLORA, ("SFTTrainer, PeftModelForCausalLM, batch 8 x 100, bf16", "\nbackward ")),
+            (IN_8_BITS, ("SFTTrainer, PeftModelForCausalLM, batch 8 x 100, bf16", "\nbackward ")),
             (DPO, ("DPOTrainer, LlamaForCausalLM, batch 16 x ", "\nbackward ")),
             (ONLINE.format("GRPO"), ("GRPOTrainer, LlamaForCausalLM, batch from the data, bf16", CACHE)),
             (ONLINE.format("RLOO"), ("RLOOTrainer, LlamaForCausalLM, batch from the data, bf16", CACHE, "\nno-grad ")),

@@ -33,6 +33,7 @@ PRODUCTS = Patch(
         Name(_FUNCTIONS, "matmul", ("A", "B", "out", "state", "threshold", "bias")),
         Name(_FUNCTIONS, "MatMul8bitLt.forward", mentions=("int8_vectorwise_quant", "has_fp16_weights")),
         Name(_FUNCTIONS, "MatMul8bitLt.backward", mentions=("SCB", "dtype_A")),
+        Name(_FUNCTIONS, "logger"),
     ),
 )
 # Rows of a weight have their largest number as scale, for a code of 127.
@@ -67,7 +68,9 @@ def without_outliers(on_cuda: bool) -> Iterator[None]:
     file: Any = sys.modules[_FUNCTIONS]
     names = ("MatMul8bitLt", *(("MatMul8bitFp",) if on_cuda else ()))
     replaced = _without_outliers(file.MatMul8bitLt)
-    with with_attributes((file, name, replaced) for name in names):
+    # It warns of each product whose input is not in float16.
+    quiet = (file.logger, "disabled", True)
+    with with_attributes((quiet, *((file, name, replaced) for name in names))):
         yield
 
 
