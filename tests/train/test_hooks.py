@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.nn.modules import module as every
 from torch.utils.hooks import RemovableHandle
+from transformers import BartConfig, BartForConditionalGeneration
 from transformers.modeling_outputs import CausalLMOutput
 
 from optimum_memopt import optimize
@@ -179,6 +180,50 @@ def test_hidden_states_that_hooks_of_layers_collect():
     optimize(ours, memory_opt_engine="compile", memory_opt_compiler="aot_eager", memory_opt_level=1)
     for found, expected in zip(ours(**batch).hidden_states, plain(**batch).hidden_states, strict=True):
         assert torch.equal(found, expected)
+
+
+@in_turn
+@pytest.mark.parametrize("hooked", nightly([False, True], but=[True]))
+@pytest.mark.parametrize("runs_in_python", [True, False])
+def test_hidden_states_are_collected_once(runs_in_python: bool, hooked: bool) -> None:
+    """Each hidden state is collected once, even if layerdrop makes the code around the layers run in Python.
+
+    A loss on the hidden states would otherwise count them twice.
+    """
+    config = BartConfig(
+        **dict.fromkeys(("encoder_layers", "decoder_layers"), 4),
+        **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 2),
+        **dict.fromkeys(("d_model", "encoder_ffn_dim", "decoder_ffn_dim", "max_position_embeddings"), 16),
+        **dict.fromkeys(("dropout", "attention_dropout"), 0.0),
+        vocab_size=60,
+        encoder_layerdrop=0.3 if runs_in_python else 0.0,
+    )
+    torch.manual_seed(0)
+    ours = BartForConditionalGeneration(config).train()
+    ids = torch.randint(4, 60, (2, 7))
+    batch = {"input_ids": ids, "labels": ids, "output_hidden_states": True}
+    # transformers registers its hooks in the first forward that collects: another hook comes after them.
+    ours(**batch)
+    plain = copy.deepcopy(ours)
+    if hooked:
+        for model in (ours, plain):
+            model.model.encoder.layers[1].register_forward_hook(lambda module, args, output: output * 2)
+    optimize(ours, memory_opt_engine="compile", memory_opt_compiler="aot_eager", memory_opt_level=1)
+
+    def step(model: torch.nn.Module, seed: int) -> tuple[list[torch.Tensor], Gradients]:
+        torch.manual_seed(seed)
+        found = model(**batch)
+        states = [*found.encoder_hidden_states, *found.decoder_hidden_states]
+        (found.loss + sum(state.sin().mean() for state in states)).backward()
+        gradients = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
+        model.zero_grad()
+        return states, gradients
+
+    for seed in range(3):
+        (states, gradients), (expected, wanted) = step(ours, seed), step(plain, seed)
+        assert len(states) == len(expected)
+        assert all(map(torch.equal, states, expected))
+        assert not wrong_gradients(gradients, wanted)
 
 
 @in_turn

@@ -330,8 +330,9 @@ class Regions:
         return given
 
     def _has_hooks(self, module: torch.nn.Module) -> bool:
-        """True if a call of the module runs hooks around its forward. Regions exclude global module hooks."""
-        return module in self._taken and any(itertools.chain(self._taken[module], hooks_around_call(module)))
+        """True if a call of the module runs hooks that its caller does not. Regions exclude global module hooks."""
+        since = map(_before_collectors, hooks_around_call(module))
+        return module in self._taken and any(itertools.chain(self._taken[module], since))
 
     def _hooked(
         self,
@@ -347,6 +348,12 @@ class Regions:
             kinds: for each kind of hook, in the order of `hooks_around_call`, whether it runs.
         """
         inner, taken = module.__dict__.get("forward"), self._taken[module]
+        # Those that collect outputs run in the caller: here they would collect each output twice.
+        places = hooks_around_call(module)[: len(kinds)]
+        collectors = [_trailing_collectors(hooks) for hooks in places]
+        for place, hooks in zip(places, collectors, strict=True):
+            for number in hooks:
+                del place[number]
         _give_back(module, [hooks if wanted else {} for hooks, wanted in zip(taken, kinds, strict=True)])
         module.__dict__["forward"] = forward
         try:
@@ -355,6 +362,8 @@ class Regions:
             # Hooks may remove themselves and register others.
             left = zip(_take(module, len(kinds)), taken, kinds, strict=True)
             self._taken[module] = tuple(now if wanted else {**hooks, **now} for now, hooks, wanted in left)
+            for place, hooks in zip(places, collectors, strict=True):
+                place.update(hooks)
             if inner is not None:
                 module.__dict__["forward"] = inner
 
@@ -490,10 +499,15 @@ def _take(module: torch.nn.Module, kinds: int) -> tuple[dict[int, Any], ...]:
 
 
 def _before_collectors(hooks: Mapping[int, Any]) -> dict[int, Any]:
+    return dict(itertools.islice(hooks.items(), len(hooks) - len(_trailing_collectors(hooks))))
+
+
+def _trailing_collectors(hooks: Mapping[int, Any]) -> dict[int, Any]:
+    """Returns the last hooks if they collect outputs, in their order."""
     if not hooks:
         return {}
-    collectors = itertools.takewhile(lambda number: trace_fixes.kind_of(hooks[number]) is not None, reversed(hooks))
-    return dict(itertools.islice(hooks.items(), len(hooks) - len(list(collectors))))
+    numbers = itertools.takewhile(lambda number: trace_fixes.kind_of(hooks[number]) is not None, reversed(hooks))
+    return {number: hooks[number] for number in [*numbers][::-1]}
 
 
 def _give_back(module: torch.nn.Module, taken: Sequence[Mapping[int, Any]]) -> None:
