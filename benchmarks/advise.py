@@ -224,7 +224,7 @@ class _Training:
 def ask(folder: Path, *arguments: str) -> list[Any]:
     """Run a worker, and return the JSON documents that it prints, one per line."""
     command = [sys.executable, __file__, "--out", str(folder), *arguments]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(folder / "cache")}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPTIMUM_MEMOPT_CACHE": str(folder / "cache")}
     found = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
     return [json.loads(line[len(_MARK) :]) for line in found.stdout.splitlines() if line.startswith(_MARK)]
 

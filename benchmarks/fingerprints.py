@@ -235,7 +235,7 @@ def cases(models: list[str], compilers: list[str], plans: list[str]) -> Iterator
 
 
 def record(path: Path, wanted: Iterator[tuple[str, ...]], costs: Path) -> None:
-    os.environ["XDG_CACHE_HOME"] = str(costs)
+    os.environ["OPTIMUM_MEMOPT_CACHE"] = str(costs)
     torch.set_num_threads(1)
     fix_process()
     print(f"{optimum_memopt.__file__} to {path}")

@@ -104,7 +104,11 @@ def in_process(arguments: argparse.Namespace, way: str, name: str, layers: int) 
     case = [way, name, layers, arguments.hidden, arguments.compiler, arguments.level]
     with tempfile.TemporaryDirectory() as folder:
         # One compile thread: CPU time of worker processes is not counted before they end.
-        caches = {"TORCHINDUCTOR_CACHE_DIR": folder, "XDG_CACHE_HOME": folder, "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+        caches = {
+            "TORCHINDUCTOR_CACHE_DIR": folder,
+            "OPTIMUM_MEMOPT_CACHE": folder,
+            "TORCHINDUCTOR_COMPILE_THREADS": "1",
+        }
         if not arguments.second_start:
             caches["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **caches}

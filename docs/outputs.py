@@ -388,7 +388,7 @@ def run(commands: tuple[str, ...], folder: Path) -> str:
         "HF_HUB_OFFLINE": "1",
         "COLUMNS": "400",
         # Every run compiles, and measures its operators, as a first one does.
-        "XDG_CACHE_HOME": str(folder / "cache"),
+        "OPTIMUM_MEMOPT_CACHE": str(folder / "cache"),
         "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
     }
     printed = ""

@@ -1,4 +1,5 @@
-"""Writes files whole; reads this package's cache files, which may be corrupt and are shared by several processes."""
+"""Writes files whole; finds and reads this package's cache files, which may be corrupt and are shared by several
+processes."""
 
 import contextlib
 import os
@@ -6,6 +7,19 @@ import shutil
 import stat
 import tempfile
 from pathlib import Path
+
+CACHE_VARIABLE = "OPTIMUM_MEMOPT_CACHE"
+
+
+def cache_folder() -> Path | None:
+    """Returns the folder of the package's caches: `OPTIMUM_MEMOPT_CACHE`, else `optimum_memopt` in `XDG_CACHE_HOME` or
+    `~/.cache`; None for a user without a home folder, as in a container with an arbitrary user id."""
+    if own := os.environ.get(CACHE_VARIABLE):
+        return Path(own)
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "optimum_memopt"
+    except RuntimeError:
+        return None
 
 
 def entry_bytes(path: Path, largest: int) -> bytes | None:

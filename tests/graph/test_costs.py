@@ -316,7 +316,7 @@ def test_a_file_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_a_user_without_a_home_has_the_cache_in_a_temporary_folder(tmp_path, monkeypatch) -> None:
-    for name in ("HOME", "XDG_CACHE_HOME"):
+    for name in ("OPTIMUM_MEMOPT_CACHE", "XDG_CACHE_HOME", "HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(os, "getuid", lambda: 2**31 - 5)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from optimum_memopt.cache_files import CACHE_VARIABLE
 from optimum_memopt.engines.api.run import Selection
 from optimum_memopt.engines.ort.compat import extensions, installation
 from optimum_memopt.engines.ort.options import OrtOptions
@@ -58,7 +59,7 @@ def environment_with_extensions() -> dict[str, str]:
         pytest.skip("no onnxruntime-training")
     with pytest.MonkeyPatch.context() as environment:
         if extensions.find() is None:
-            environment.delenv(extensions.CACHE_VARIABLE, raising=False)
+            environment.delenv(CACHE_VARIABLE, raising=False)
         if extensions.find() is None:
             try:
                 extensions.check_compiler()

@@ -11,6 +11,7 @@ import pytest
 import torch
 from filelock import FileLock
 
+from optimum_memopt import cache_files
 from optimum_memopt.engines.ort.compat import extensions, installation
 from optimum_memopt.errors import MemOptError
 from tests import fresh_process
@@ -21,7 +22,7 @@ needs_wheel = pytest.mark.skipif(installation.onnxruntime_dir() is None, reason=
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
-    monkeypatch.setenv(extensions.CACHE_VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.setenv(cache_files.CACHE_VARIABLE, str(tmp_path / "cache"))
     return tmp_path / "cache"
 
 
@@ -51,18 +52,18 @@ def test_importing_the_module_imports_nothing_of_onnxruntime():
 
 
 def test_the_cache_lies_where_the_environment_says(monkeypatch, tmp_path):
-    monkeypatch.setenv(extensions.CACHE_VARIABLE, str(tmp_path / "own"))
+    monkeypatch.setenv(cache_files.CACHE_VARIABLE, str(tmp_path / "own"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert extensions.cache_root() == tmp_path / "own"
-    monkeypatch.delenv(extensions.CACHE_VARIABLE)
-    assert extensions.cache_root() == tmp_path / "xdg" / "optimum_memopt"
+    assert cache_files.cache_folder() == tmp_path / "own"
+    monkeypatch.delenv(cache_files.CACHE_VARIABLE)
+    assert cache_files.cache_folder() == tmp_path / "xdg" / "optimum_memopt"
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert extensions.cache_root() == tmp_path / ".cache" / "optimum_memopt"
+    assert cache_files.cache_folder() == tmp_path / ".cache" / "optimum_memopt"
 
 
 def test_a_user_without_a_home_has_no_extensions(monkeypatch):
-    for name in (extensions.CACHE_VARIABLE, "XDG_CACHE_HOME", "HOME"):
+    for name in (cache_files.CACHE_VARIABLE, "XDG_CACHE_HOME", "HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(os, "getuid", lambda: 2**31 - 5)
     assert extensions.find() is None

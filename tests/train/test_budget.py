@@ -344,7 +344,7 @@ class Wide(torch.nn.Module):
 @in_turn
 def test_measuring_for_a_larger_batch_stays_within_the_budget(steady_process: None, tmp_path, monkeypatch) -> None:
     # No operator costs are cached.
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("OPTIMUM_MEMOPT_CACHE", str(tmp_path))
     room, engine = 48 * 2**20, CompileEngine(Selection(budget=budget_of(2**29 + 48 * 2**20)), "aot_eager")
     model = Wide()
     engine.attach(model)

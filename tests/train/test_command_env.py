@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from optimum_memopt import MemOptError
+from optimum_memopt.cache_files import CACHE_VARIABLE
 from optimum_memopt.commands.memopt import EnvCommand
 from optimum_memopt.engines.compile.capture.backend import check_compiler
 from optimum_memopt.engines.ort.compat import extensions, installation
@@ -24,7 +25,7 @@ needs_ort = pytest.mark.skipif(bool(missing()), reason="no onnxruntime-training"
 
 def cli(*arguments: str, cache: Path, path: Path | None = None, **variables: str) -> subprocess.CompletedProcess:
     """Run `optimum-cli memopt env …` with its own cache; `path` comes first on the module search path."""
-    environment = {**os.environ, extensions.CACHE_VARIABLE: str(cache), **variables}
+    environment = {**os.environ, CACHE_VARIABLE: str(cache), **variables}
     if path:
         environment["PYTHONPATH"] = str(path)
     return fresh_process.run("-c", CLI, "memopt", "env", *arguments, environment=environment, cwd=cache.parent)
@@ -127,7 +128,7 @@ def test_a_failed_build_is_one_line_and_exit_code_1(tmp_path):
 
 @needs_ort
 def test_build_finds_what_is_built_and_says_where(tmp_path, monkeypatch):
-    monkeypatch.setenv(extensions.CACHE_VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
     folder = extensions.cache_dir()
     folder.mkdir(parents=True)
     for path in extensions.expected_paths(folder).values():

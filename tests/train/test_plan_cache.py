@@ -63,7 +63,7 @@ class Starts:
     table: PlanTable | None = None
 
     def __post_init__(self) -> None:
-        self.patch.setenv("XDG_CACHE_HOME", str(self.cache))
+        self.patch.setenv("OPTIMUM_MEMOPT_CACHE", str(self.cache))
         self.patch.setenv(SWITCH, "1")
         for module in (footprint, variants):
             self.patch.setattr(module, "held_bytes", lambda device: self.held)
@@ -84,7 +84,7 @@ class Starts:
 
     @property
     def entry(self) -> Path:
-        (entry,) = (self.cache / "optimum_memopt" / "plans").glob("*.json")
+        (entry,) = (self.cache / "plans").glob("*.json")
         return entry
 
     def _run(self, selection: Selection) -> Any:
@@ -181,7 +181,7 @@ def test_it_can_be_switched_off(starts) -> None:
     run = starts()
     run.patch.setenv(SWITCH, "0")
     run.again()
-    assert not (run.cache / "optimum_memopt" / "plans").exists()
+    assert not (run.cache / "plans").exists()
 
 
 def test_a_path_that_cannot_be_looked_up_has_no_plan() -> None:
@@ -225,7 +225,7 @@ def test_what_is_no_file_is_no_entry(tmp_path, make: Callable[[Path], None]) -> 
 
 
 def test_each_optimizer_and_number_of_micro_batches_has_a_plan_of_its_own(tmp_path, monkeypatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("OPTIMUM_MEMOPT_CACHE", str(tmp_path))
     monkeypatch.setenv(SWITCH, "1")
     model = torch.nn.Linear(8, 8)
     made = {

@@ -62,7 +62,7 @@ class Caches:
             **os.environ,
             "TORCHINDUCTOR_CACHE_DIR": str(self.folder),
             "TORCHINDUCTOR_FX_GRAPH_CACHE": "1",
-            "XDG_CACHE_HOME": str(self.folder / "own"),
+            "OPTIMUM_MEMOPT_CACHE": str(self.folder / "own"),
         }
         done = fresh_process.run("-c", _SCRIPT, json.dumps(options), rows, environment=environment, timeout=900)
         assert done.returncode == 0, done.stderr

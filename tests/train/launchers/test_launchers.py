@@ -62,7 +62,7 @@ def two_ranks(tmp_path_factory):
 def two_ranks_that_plan(tmp_path_factory):
     folder = tmp_path_factory.mktemp("plan")
     # Each rank has its own cache, as on two machines.
-    caches = {rank: {"XDG_CACHE_HOME": str(folder / f"cache-{rank}")} for rank in "01"}
+    caches = {rank: {"OPTIMUM_MEMOPT_CACHE": str(folder / f"cache-{rank}")} for rank in "01"}
     jobs = [
         Job("compile-budget", rows=ROWS, arguments=BUDGET, environment=caches),
         Job("batch-auto", rows=ROWS, arguments={**BUDGET, **ACCUMULATING, "memory_opt_batch": "auto"}),

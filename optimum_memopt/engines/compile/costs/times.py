@@ -25,7 +25,7 @@ import torch
 from filelock import FileLock, Timeout
 from torch import fx
 
-from optimum_memopt.cache_files import entry_bytes, written_whole
+from optimum_memopt.cache_files import cache_folder, entry_bytes, written_whole
 from optimum_memopt.compat.torch import store_of_ranks
 from optimum_memopt.engines.api.predictions import BANDWIDTH, COMPUTE, LAUNCHES, PredictedStep
 from optimum_memopt.engines.compile.costs import costs as costs_module
@@ -101,9 +101,9 @@ def computed_once(store: "Store", name: str, compute: Callable[[], str], wait: f
     return store.get(key).decode() or compute()
 
 
-def cache_folder() -> Path:
-    """Returns the folder of the user's cache for this package."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or _home() / ".cache") / "optimum_memopt"
+def data_folder() -> Path:
+    """Returns the folder of cached costs and plans; for a user without a home, it is in a temporary folder."""
+    return cache_folder() or Path(tempfile.gettempdir()) / f"optimum_memopt-{os.getuid()}"
 
 
 def cache_path(device: torch.device) -> Path:
@@ -113,21 +113,13 @@ def cache_path(device: torch.device) -> Path:
     else:
         name = f"{device.type} {psutil.cpu_count()} cores {torch.get_num_threads()} threads"
     name = f"operators {name} torch {torch.__version__} {_measuring()}"
-    return cache_folder() / f"{name}.json".replace(" ", "-").replace("/", "-")
+    return data_folder() / f"{name}.json".replace(" ", "-").replace("/", "-")
 
 
 @lru_cache(maxsize=1)
 def _measuring() -> str:
     """Returns a digest of the measuring code: other versions may measure other operators or values."""
     return hashlib.sha256(Path(costs_module.__file__).read_bytes()).hexdigest()[:8]
-
-
-def _home() -> Path:
-    try:
-        return Path.home()
-    # Neither HOME nor an entry for the user, as in a container with an arbitrary user id.
-    except RuntimeError:
-        return Path(tempfile.gettempdir()) / f"optimum_memopt-{os.getuid()}"
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ import torch
 from optimum_memopt.cache_files import entry_bytes, written_whole
 from optimum_memopt.compat.installed import software
 from optimum_memopt.engines.api.run import LargestBatch, Run
-from optimum_memopt.engines.compile.costs.times import cache_folder, cache_path
+from optimum_memopt.engines.compile.costs.times import cache_path, data_folder
 from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph
 from optimum_memopt.engines.compile.memory.footprint import state_sizes
 from optimum_memopt.engines.compile.partition.choice import Choice, SavedNodes
@@ -125,4 +125,4 @@ def entry_path(
         ),
     ]
     digest = hashlib.sha256("\n".join(facts).encode()).hexdigest()
-    return cache_folder() / "plans" / f"{digest}.json"
+    return data_folder() / "plans" / f"{digest}.json"

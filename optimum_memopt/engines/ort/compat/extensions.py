@@ -26,6 +26,7 @@ from typing import NamedTuple
 import torch
 from filelock import FileLock
 
+from optimum_memopt.cache_files import CACHE_VARIABLE, cache_folder
 from optimum_memopt.engines.ort.compat.installation import onnxruntime_build, onnxruntime_dir
 from optimum_memopt.errors import MemOptError
 from optimum_memopt.logs import announced
@@ -34,7 +35,6 @@ from optimum_memopt.logs import announced
 PACKAGE = "onnxruntime.training.ortmodule.torch_cpp_extensions"
 NAMES = ("aten_op_executor", "torch_interop_utils")
 BUILD_COMMAND = "optimum-cli memopt env --build"
-CACHE_VARIABLE = "OPTIMUM_MEMOPT_CACHE"
 
 
 class Substitution(NamedTuple):
@@ -189,19 +189,15 @@ def sources_dir() -> Path:
 
 
 def cache_root() -> Path:
-    """Returns the package's cache folder: `OPTIMUM_MEMOPT_CACHE`, else `optimum_memopt` in `XDG_CACHE_HOME` or
-    `~/.cache`.
+    """Returns the package's cache folder.
 
     Raises:
         MemOptError: there is no home folder. A temporary folder is no alternative for programs: other users may write
             to it.
     """
-    if own := os.environ.get(CACHE_VARIABLE):
-        return Path(own)
-    try:
-        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "optimum_memopt"
-    except RuntimeError:
-        raise MemOptError(f"the user has no home folder for the torch extensions; set {CACHE_VARIABLE}") from None
+    if (folder := cache_folder()) is None:
+        raise MemOptError(f"the user has no home folder for the torch extensions; set {CACHE_VARIABLE}")
+    return folder
 
 
 def cache_dir() -> Path:
