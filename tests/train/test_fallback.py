@@ -188,12 +188,23 @@ def test_a_plan_file_is_refused(tmp_path):
     [("user", ValueError, 2), ("memory", torch.OutOfMemoryError, 1), ("interrupt", KeyboardInterrupt, 1)],
 )
 def test_what_plain_pytorch_cannot_do_either_comes_out(asked, fails, kind, calls):
-    """A user's error is raised after plain PyTorch fails, too; out-of-memory and interrupts are not retried."""
-    model = faulty(fails)
+    """A user's error is raised after plain PyTorch fails, too; out-of-memory and interrupts are not retried.
+
+    Random numbers that were drawn, and buffers that were written, are those of plain PyTorch.
+    """
+    batch = {key: value[None] for key, value in rows("small")[0].items()}
+    model, plain = faulty(fails), faulty(fails)
     optimize(model, **ENGINE, **asked)
-    with log_lines() as lines, pytest.raises(kind, match="^out of memory$"):
-        model(**{key: value[None] for key, value in rows("small")[0].items()})
-    assert next(model.layer[0].act.counter) == calls
+    states = []
+    with log_lines() as lines:
+        for one in (plain, model):
+            torch.manual_seed(0)
+            with pytest.raises(kind, match="^out of memory$"):
+                one(**batch)
+            states.append((torch.get_rng_state(), one.layer[0].act.forwards))
+    assert next(plain.layer[0].act.counter) == 1 and next(model.layer[0].act.counter) == calls
+    (drawn, written), (ours, our_written) = states
+    assert torch.equal(ours, drawn) and torch.equal(our_written, written)
     assert not any("NOT under a plan" in line for line in lines)
 
 

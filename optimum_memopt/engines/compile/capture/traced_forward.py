@@ -302,11 +302,13 @@ class TracedForward:
         return self._traced_call(run, outputs, graphs, tape.under(self._sharding_of(call, tape)), before)
 
     def _undo(self, error: BaseException, run: ForwardRun, before: ForwardState | None) -> None:
-        """Restore the state before a failed run, if it can be rerun."""
+        """Restore the state before a failed run, if it is rerun. Out of memory or interrupted it is not: its random
+        numbers are drawn, as in plain PyTorch."""
         is_unwritten = is_of_trace(error) and not run.has_written
         may_restore = self.is_first or is_unwritten or isinstance(error, ResultsChangedError | OtherRunsError)
         self.is_undone = not run.ran
-        if before is not None and may_restore:
+        is_final = not isinstance(error, Exception) or is_out_of_memory(own_error(error) or error)
+        if before is not None and may_restore and not is_final:
             self.restore_overwritten()
             before.restore()
             self.is_undone = True
