@@ -39,9 +39,21 @@ from optimum_memopt.engines.shared.function_state import (
 from optimum_memopt.generators import GeneratorStates, set_state, state_of
 
 
+def weak_reference(method: Callable[..., Any]) -> Callable[[], Callable[..., Any] | None]:
+    """Returns a function that returns a method, or a function, until its object is gone, then None.
+
+    `weakref.WeakMethod` prints an error if the garbage collector frees it together with its object
+    (https://github.com/python/cpython/issues/85923, seen in 3.11).
+    """
+    if not isinstance(method, types.MethodType):
+        return weakref.ref(method)
+    held, function = weakref.ref(method.__self__), method.__func__
+    return lambda: None if (alive := held()) is None else types.MethodType(function, alive)
+
+
 def weak_method(method: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a callable that holds a method's object, or a function, weakly; it must be alive at each call."""
-    held = weakref.WeakMethod(method) if isinstance(method, types.MethodType) else weakref.ref(method)
+    held = weak_reference(method)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         alive = held()

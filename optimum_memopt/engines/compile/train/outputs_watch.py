@@ -17,6 +17,7 @@ from optimum_memopt.compat.torch import current_autocast, tensors_in
 from optimum_memopt.copies import add_hook
 from optimum_memopt.engines.api.run import IN_FLOAT32, HeldOutputs, HeldUntil
 from optimum_memopt.engines.compile.train.loss_watch import LossWatch, WatchedStorage, bytes_of, storages_of
+from optimum_memopt.engines.shared.forward_patch import weak_reference
 
 
 class OutputsWatch:
@@ -82,7 +83,7 @@ class OutputsWatch:
         model = self._model()
         if not self._is_told and model is not None:
             # The hook runs from the model's next call on. Until then, assume copies under autocast.
-            self._remove_hook = add_hook(model, "forward", _hook(weakref.WeakMethod(self._watch_returned)))
+            self._remove_hook = add_hook(model, "forward", _hook(weak_reference(self._watch_returned)))
             autocast = current_autocast(next(model.parameters()).device.type)
             self._copies = IN_FLOAT32 if autocast is not None else 0.0
 
@@ -108,7 +109,7 @@ class OutputsWatch:
         # backwards, but a graph saves its own results as other tensors.
         self._hold([tensor for tensor in tensors if tensor.dim()], outputs, node)
         self._results = self._outputs
-        held = weakref.WeakMethod(self._note_backward)
+        held = weak_reference(self._note_backward)
 
         def note_backward(*_: Any) -> None:
             # The engine may have been detached by now.
