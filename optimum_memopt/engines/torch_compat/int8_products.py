@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from optimum_memopt.engines.torch_compat.dynamo import is_fake
 from optimum_memopt.engines.torch_compat.fake_tensors import Replacement, with_attributes
 from optimum_memopt.engines.torch_compat.fx_graph import LIBRARY
 from optimum_memopt.engines.torch_compat.patches import Name, Patch
@@ -98,7 +99,9 @@ def _as_operator(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
     @functools.wraps(forward)
     def product_forward(product: Any, x: Tensor) -> Tensor:
         state, bias = product.state, product.bias
-        if state.CB is None or state.has_fp16_weights or not torch.compiler.is_compiling():
+        # Layers run on fake tensors while the graph around them is traced.
+        is_traced = torch.compiler.is_compiling() or is_fake(x)
+        if state.CB is None or state.has_fp16_weights or not is_traced:
             return forward(product, x)
         state.is_training = product.training
         if bias is not None:
@@ -126,7 +129,8 @@ def int8_linear(given: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | No
         The result in the dtype of `given`, shape (…, outputs).
     """
     of_bitsandbytes = torch.ops.bitsandbytes
-    rows = given.reshape(-1, given.shape[-1])
+    # The kernels read rows one after the other, and a compiler may have changed the strides.
+    rows = given.reshape(-1, given.shape[-1]).contiguous()
     codes, row_scales, outliers = of_bitsandbytes.int8_vectorwise_quant(rows.to(torch.float16), threshold=threshold)
     if threshold > 0:
         result, _ = of_bitsandbytes.int8_mixed_scaled_mm(rows, codes, weight, row_scales, scales, outliers, bias)
