@@ -170,14 +170,7 @@ class Variants:
         fuses = spec.compiler == "inductor"
         if fuses:
             traced_sizes.make_unit_sizes_constant(module.graph)
-        # A backward that runs operator by operator draws other random numbers than inductor's. In a layer's graph, all
-        # outputs have gradients.
-        may_run = not traced.layer and not (fuses and any(map(fx_graph.is_random, module.graph.nodes)))
-        given = of_outputs if may_run and not self.read_outputs else None
-        # Ranks exchange gradients after autograd has accumulated them.
-        is_alone = world_size() == 1 and not self._is_shared
-        is_in_place = spec.accumulates and is_alone and traced.is_whole and traced.is_all
-        graph = analyze(
+        analyzed = analyze(
             module,
             inputs,
             num_fwd_outputs,
@@ -187,44 +180,54 @@ class Variants:
             layer=traced.layer,
             state=traced.state_arguments(self._state.moved),
             fuses=fuses,
-            gradients=given,
-            accumulation=accumulation if is_in_place else None,
+            gradients=of_outputs if self._may_run_late(traced, module) else None,
+            accumulation=accumulation if self._may_add_in_place(traced) else None,
         )
-        graph = replace(graph, layers_at_once=regions.layers_at_once)
         if traced.analyzed is None:
-            traced.analyzed = graph
+            traced.analyzed = analyzed
         # The symbols were named by the sizes of the batch that the graph was first traced with.
-        sizes = running.choices.sizes.setdefault(traced, graph.size_hints)
-        graph = replace(graph, names=traced.analyzed.names, size_hints=sizes)
+        sizes = running.choices.sizes.setdefault(traced, analyzed.size_hints)
+        graph = replace(analyzed, layers_at_once=regions.layers_at_once, names=traced.analyzed.names, size_hints=sizes)
         choice = running.choose(traced, graph, gradients, regions.layer)
-        partitioned_graph, modules = partitioned(
-            graph, choice, runs_operators=spec.compiler != "inductor", target=spec.target
-        )
-        self._partitioned = (
-            graph,
-            replace(
-                partitioned_graph,
-                is_all_of_forward=traced.is_all,
-                losses=traced.losses,
-                gradients=gradients,
-                sources=sources,
-                takes_none=of_outputs.are_left_out,
-            ),
-        )
-        of_outputs.keep(modules[1])
-        if spec.is_run:
-            self._probe = ErrorProbe.of(modules[0], graph, choice)
-        if spec.is_run and self.measures_gradients and not self._is_shared:
-            is_eager = spec.compiler != "inductor"
-            self._gradient_probe = GradientProbe.of(graph, choice, traced.parameters, is_eager)
+        made, modules = partitioned(graph, choice, runs_operators=not fuses, target=spec.target)
         self.held = held_bytes(next(self._model.parameters()).device)
         self.held_after = len(running.chosen)
         if choice.draft_limit is not None and not _may_be_draft(graph, modules, self.held, choice.draft_limit):
-            _, kept = self._partitioned
-            self._partitioned = graph, replace(kept, choice=replace(choice, draft_limit=None))
+            made = replace(made, choice=replace(choice, draft_limit=None))
+        made = replace(
+            made,
+            is_all_of_forward=traced.is_all,
+            losses=traced.losses,
+            gradients=gradients,
+            sources=sources,
+            takes_none=of_outputs.are_left_out,
+        )
+        self._partitioned = graph, made
+        of_outputs.keep(modules[1])
         if spec.is_run:
+            self._probe_first_run(traced, graph, choice, modules)
             running.progress.stage = f"{'running' if self._is_draft() else 'compiling'} graph {number}"
         return choice, modules
+
+    def _may_run_late(self, traced: TracedGraph, module: fx.GraphModule) -> bool:
+        """True if the backward of a graph may be compiled for the outputs that have gradients, and run operator by
+        operator until then. In a layer's graph all outputs have gradients, and without inductor's kernels the backward
+        would draw other random numbers."""
+        is_random = self._spec.compiler == "inductor" and any(map(fx_graph.is_random, module.graph.nodes))
+        return not traced.layer and not is_random and not self.read_outputs
+
+    def _may_add_in_place(self, traced: TracedGraph) -> bool:
+        """True if the backward of a graph may add to earlier gradients itself. Ranks exchange gradients after autograd
+        has accumulated them."""
+        is_alone = world_size() == 1 and not self._is_shared
+        return self._spec.accumulates and is_alone and traced.is_whole and traced.is_all
+
+    def _probe_first_run(self, traced: TracedGraph, graph: AnalyzedGraph, choice: Choice, modules: Modules) -> None:
+        """Prepare to measure the error of activations saved in fp8, and of gradients, in a graph's first run."""
+        self._probe = ErrorProbe.of(modules[0], graph, choice)
+        if self.measures_gradients and not self._is_shared:
+            is_eager = self._spec.compiler != "inductor"
+            self._gradient_probe = GradientProbe.of(graph, choice, traced.parameters, is_eager)
 
 
 def _may_be_draft(graph: AnalyzedGraph, modules: Modules, held: int, limit: int) -> bool:
