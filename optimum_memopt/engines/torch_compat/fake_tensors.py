@@ -166,6 +166,12 @@ def run_as_eager() -> Iterator[None]:
         yield
 
 
+def said_to_compile() -> contextlib.AbstractContextManager[Any]:
+    """Make `torch.compiler.is_compiling()` true within the context, as it is in traced code; before torch 2.12 it is
+    not true in the Python code that dynamo calls meanwhile (`torch/_dynamo/convert_frame.py`)."""
+    return with_attributes([(torch.compiler, "_is_compiling_flag", True)])
+
+
 @contextlib.contextmanager
 def without_launches() -> Iterator[None]:
     """Skip launches of Triton kernels with fake tensors, which have no addresses; the memory that a kernel writes to

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from optimum_memopt.engines.torch_compat.dynamo import is_fake
 from optimum_memopt.engines.torch_compat.fake_tensors import Replacement, with_attributes
 from optimum_memopt.engines.torch_compat.fx_graph import LIBRARY
 from optimum_memopt.engines.torch_compat.patches import Name, Patch
@@ -99,9 +98,7 @@ def _as_operator(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
     @functools.wraps(forward)
     def product_forward(product: Any, x: Tensor) -> Tensor:
         state, bias = product.state, product.bias
-        # Layers run on fake tensors while the graph around them is traced.
-        is_traced = torch.compiler.is_compiling() or is_fake(x)
-        if state.CB is None or state.has_fp16_weights or not is_traced:
+        if state.CB is None or state.has_fp16_weights or not torch.compiler.is_compiling():
             return forward(product, x)
         state.is_training = product.training
         if bias is not None:

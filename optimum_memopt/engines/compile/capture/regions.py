@@ -35,6 +35,7 @@ from optimum_memopt.engines.torch_compat.fake_tensors import (
     described,
     recorded_reads,
     replaced,
+    said_to_compile,
     with_attributes,
     without_launches,
 )
@@ -452,6 +453,7 @@ class Regions:
         fakes = functools.partial(trace.fakes, dtype=fully_shard.gathered_dtype(layer))
         forward = functools.partial(type(layer).forward, layer, *cast_args, **cast_kwargs)
         with (
+            said_to_compile(),
             preserved_generators(),
             replaced([layer], fakes),
             trace.with_fake_states(layer),
