@@ -222,6 +222,15 @@ def test_a_product_of_8_bits_on_a_gpu_is_one_operator(
     assert abs(engine.predictor.saved() - saved) <= 64
 
 
+def test_a_product_of_no_rows() -> None:
+    """An expert may have no tokens."""
+    given = torch.empty(0, 8, requires_grad=True)
+    weight, scales = torch.zeros(4, 8, dtype=torch.int8), torch.ones(4)
+    result = int8_products.int8_linear(given, weight, scales, None, 6.0)
+    result.sum().backward()
+    assert result.shape == (0, 4) and given.grad is not None and given.grad.shape == (0, 8)
+
+
 @in_turn
 @pytest.mark.parametrize("trained", nightly([True, False], but=[True]))
 def test_a_config_of_8_bits_is_planned_as_the_model_itself(tmp_path: Path, trained: bool) -> None:

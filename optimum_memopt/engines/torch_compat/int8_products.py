@@ -57,7 +57,7 @@ def as_on_cuda() -> contextlib.AbstractContextManager[Any]:
 
 @contextlib.contextmanager
 def without_outliers(on_cuda: bool) -> Iterator[None]:
-    """Run bitsandbytes' function within the context without columns in half precision, on tensors without data.
+    """Run bitsandbytes' products within the context as if no input had outliers, on tensors without data.
 
     Args:
         on_cuda: whether CPU tensors stand for CUDA tensors.
@@ -125,6 +125,9 @@ def int8_linear(given: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | No
     Returns:
         The result in the dtype of `given`, shape (…, outputs).
     """
+    if not given.numel():
+        # Its kernels cannot run for no rows, as of an expert without tokens.
+        return given.new_empty((*given.shape[:-1], weight.shape[0]))
     of_bitsandbytes = torch.ops.bitsandbytes
     # The kernels read rows one after the other, and a compiler may have changed the strides.
     rows = given.reshape(-1, given.shape[-1]).contiguous()
