@@ -30,7 +30,7 @@ from optimum_memopt.engines.shared.function_state import (
     LIBRARIES,
     MODULE_FIELDS,
     FunctionState,
-    containers_in,
+    contents_of,
     holds_the_same,
     package_of,
     refill,
@@ -131,8 +131,8 @@ _MOST_FROZEN = 2**24
 @dataclass(frozen=True)
 class ForwardState:
     """The state that a forward may change: random generators, buffers, small frozen parameters, the numbers, tensors,
-    containers and generators among the modules' attributes, the containers among its arguments, and the state that
-    hooks and forwards of a script hold."""
+    containers and generators among the modules' attributes, the containers and objects among its arguments, and the
+    state that hooks and forwards of a script hold."""
 
     generators: GeneratorStates
     buffers: tuple[tuple[torch.nn.Module, str, torch.Tensor, torch.Tensor], ...]
@@ -160,7 +160,7 @@ class ForwardState:
             others: other modules that take part, such as one that computes the loss.
             on_host: copy to the host, which waits for the device. Copies on the device would be counted as memory of
                 all steps, although only the first forward needs them.
-            arguments: the forward's arguments, whose containers are saved.
+            arguments: the forward's arguments, whose containers and objects are saved.
             functions: functions that take part, in addition to the hooks and forwards of the saved modules.
         """
         copied = _on_host if on_host else _clone
@@ -177,7 +177,7 @@ class ForwardState:
             ),
             tuple(attribute for module in modules for attribute in Attribute.all_of(module)),
             tuple((parameter, copied(parameter)) for parameter in _small_frozen(modules)),
-            tuple(containers_in(arguments)),
+            tuple(contents_of(arguments)),
             (FunctionState.of((*functions, *hooks, *forwards), modules),),
             tuple((module, _names_in(module)) for module in modules),
             next_hook_id(),

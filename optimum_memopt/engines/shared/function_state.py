@@ -41,6 +41,13 @@ LIBRARIES = frozenset({"torch", "transformers", "accelerate", "deepspeed", "peft
 _NAMESPACES = frozenset({"types", "argparse", threading.local.__module__})
 # Maximum nesting of containers in containers, and objects in objects.
 _DEPTH = 3
+# The same for what a forward is called with: a cache holds a list of layers, and each of these its tensors.
+_DEPTH_OF_ARGUMENTS = 6
+# What `contents_of` does not look into. Modules are saved by themselves.
+_NOT_WRITTEN = (
+    *(torch.Tensor, torch.nn.Module, torch.Generator, np.ndarray, type),
+    *(types.FunctionType, types.MethodType, types.ModuleType),
+)
 # Maximum entries of a container that a hook may fill; larger ones are taken for data sets.
 _MOST_ENTRIES = 10_000
 # Maximum bytes of a tensor or array whose numbers are saved.
@@ -85,6 +92,29 @@ def containers_in(value: Any, depth: int = _DEPTH) -> Iterator[tuple[Any, Any]]:
     if depth and isinstance(value, list | tuple | dict):
         for item in value.values() if isinstance(value, dict) else value:
             yield from containers_in(item, depth - 1)
+
+
+def contents_of(arguments: Any) -> Iterator[tuple[Any, Any]]:
+    """Yields the containers in a forward's arguments and the attribute dicts of objects there, such as a key-value
+    cache, each with a shallow copy."""
+    seen: dict[int, Any] = {}
+    pending = [(arguments, 0)]
+    while pending and len(seen) < _MOST_ENTRIES:
+        value, depth = pending.pop()
+        value = value.data if isinstance(value, UserDict) else value
+        if isinstance(value, list | tuple | dict | set | deque):
+            contents = value
+        elif hasattr(value, "__dict__") and not isinstance(value, _NOT_WRITTEN):
+            contents = vars(value)
+        else:
+            continue
+        if id(value) in seen or depth > _DEPTH_OF_ARGUMENTS or len(contents) > _MOST_ENTRIES:
+            continue
+        seen[id(value)] = value
+        if type(contents) in CONTAINERS:
+            yield contents, copy.copy(contents)
+        items = contents.values() if isinstance(contents, dict) else contents
+        pending += ((item, depth + 1) for item in items)
 
 
 @dataclass(frozen=True)

@@ -166,6 +166,8 @@ def compile_without_compiler(
         bw_compiler=lambda graph, inputs: wrap_backward(fx_graph.run_backward_operators(graph, inputs)),
         partition_fn=partitioner,
         decompositions=decompositions,
+        # Otherwise torch writes after the graph, with gradients on, and the tensor loses its history.
+        keep_inference_input_mutations=fx_graph.writes_without_gradients(module.graph),
     )
     draws_all = config.patch(fallback_random=True)
     with draws_all, mock.patch.object(graph_compile, "collect_bw_donated_buffer_idxs", return_value=[]):

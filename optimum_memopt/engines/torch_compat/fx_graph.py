@@ -196,6 +196,19 @@ def written_in_trace(node: fx.Node) -> list[fx.Node]:
     return [value for value in tree_leaves(written) if isinstance(value, fx.Node)]
 
 
+def writes_without_gradients(graph: fx.Graph) -> bool:
+    """True if a dynamo graph writes to a tensor while gradients are off (`with torch.no_grad(): x.clamp_(-1, 1)`)."""
+    switches = graph.find_nodes(op="call_function", target=torch._C._set_grad_enabled)
+    # A part of a graph may begin within such a block.
+    is_on = not (switches and switches[0].args[0])
+    for node in graph.nodes:
+        if node.target is torch._C._set_grad_enabled:
+            is_on = bool(node.args[0])
+        elif not is_on and any(written_in_trace(node)):
+            return True
+    return False
+
+
 def _is_inplace(node: fx.Node) -> bool:
     """True for a call with `inplace=True`, such as of `torch.nn.functional.relu`."""
     if node.op != "call_function" or not inspect.isfunction(node.target):

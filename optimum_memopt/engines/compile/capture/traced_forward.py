@@ -305,7 +305,8 @@ class TracedForward:
         """Restore the state before a failed run, if it is rerun. Out of memory or interrupted it is not: its random
         numbers are drawn, as in plain PyTorch."""
         is_unwritten = is_of_trace(error) and not run.has_written
-        may_restore = self.is_first or is_unwritten or isinstance(error, ResultsChangedError | OtherRunsError)
+        is_rerun = isinstance(error, ResultsChangedError | OtherRunsError) or bool(self._regions.refusal)
+        may_restore = self.is_first or is_unwritten or is_rerun
         self.is_undone = not run.ran
         is_final = not isinstance(error, Exception) or is_out_of_memory(own_error(error) or error)
         if before is not None and may_restore and not is_final:
@@ -472,7 +473,7 @@ class TracedForward:
         # The other ranks would not gather the parameters for this forward.
         if self.shared.is_shared:
             return
-        before = ForwardState.of(self._model, with_buffers=True)
+        before = ForwardState.of(self._model, with_buffers=True, arguments=(call.args, call.inputs))
         # Without gradients a forward takes the least memory, but registering a hook on a tensor needs them.
         for has_gradients in (False, True):
             try:
