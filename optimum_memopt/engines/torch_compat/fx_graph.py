@@ -183,6 +183,7 @@ _IN_PLACE = frozenset(
     )
 )  # fmt: skip
 _NOT_IN_PLACE = frozenset({operator.and_, operator.is_, operator.not_, operator.or_})
+_REPLACES_DATA = frozenset({"set_", torch.Tensor.set_})
 
 
 def written_in_trace(node: fx.Node) -> list[fx.Node]:
@@ -197,14 +198,17 @@ def written_in_trace(node: fx.Node) -> list[fx.Node]:
 
 
 def writes_without_gradients(graph: fx.Graph) -> bool:
-    """True if a dynamo graph writes to a tensor while gradients are off (`with torch.no_grad(): x.clamp_(-1, 1)`)."""
+    """True if a dynamo graph writes to a tensor while gradients are off (`with torch.no_grad(): x.clamp_(-1, 1)`).
+
+    Data that is replaced (`x.data = y`, in a graph `set_`) does not count.
+    """
     switches = graph.find_nodes(op="call_function", target=torch._C._set_grad_enabled)
     # A part of a graph may begin within such a block.
     is_on = not (switches and switches[0].args[0])
     for node in graph.nodes:
         if node.target is torch._C._set_grad_enabled:
             is_on = bool(node.args[0])
-        elif not is_on and any(written_in_trace(node)):
+        elif not is_on and node.target not in _REPLACES_DATA and any(written_in_trace(node)):
             return True
     return False
 
