@@ -200,6 +200,22 @@ def _class(name: Any) -> Any:
     return getattr(transformers, name) if isinstance(name, str) else name
 
 
+def small_bart(layerdrop: float, decoder_layerdrop: float = 0.0) -> transformers.BartForConditionalGeneration:
+    """Returns a BART in training mode without dropout, whose layers are dropped by code around them in Python."""
+    config = transformers.BartConfig(
+        **dict.fromkeys(("encoder_layers", "decoder_layers"), 4),
+        **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 2),
+        **dict.fromkeys(("d_model", "encoder_ffn_dim", "decoder_ffn_dim", "max_position_embeddings"), 16),
+        **dict.fromkeys(("dropout", "attention_dropout"), 0.0),
+        vocab_size=60,
+        encoder_layerdrop=layerdrop,
+        decoder_layerdrop=decoder_layerdrop,
+        attn_implementation="eager",
+    )
+    torch.manual_seed(0)
+    return transformers.BartForConditionalGeneration(config).train()
+
+
 def in_4_bits(model: transformers.PreTrainedModel, **settings: Any) -> None:
     """Replace all linear layers of a model without biases, except its head, by NF4 `Linear4bit(**settings)`."""
     import bitsandbytes

@@ -81,19 +81,18 @@ def quantized(model: torch.nn.Module, quantization: Quantization) -> torch.nn.Mo
         import peft
     except ImportError as error:
         raise MemOptError(f"--quantize needs {error.name}; pip install bitsandbytes peft") from error
-    from transformers import BitsAndBytesConfig
-
-    is_4bit = quantization.kind != "int8"
-    quantize(model, _in_4_bits(quantization) if is_4bit else BitsAndBytesConfig(load_in_8bit=True))
+    quantize(model, _config_of(quantization))
     if quantization.prepare:
         model = peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
     cast_biases(model)
     return model
 
 
-def _in_4_bits(quantization: Quantization) -> "BitsAndBytesConfig":
+def _config_of(quantization: Quantization) -> "BitsAndBytesConfig":
     from transformers import BitsAndBytesConfig
 
+    if quantization.kind == "int8":
+        return BitsAndBytesConfig(load_in_8bit=True)
     return BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type=quantization.kind,

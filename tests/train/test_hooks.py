@@ -10,13 +10,12 @@ import pytest
 import torch
 from torch.nn.modules import module as every
 from torch.utils.hooks import RemovableHandle
-from transformers import BartConfig, BartForConditionalGeneration
 from transformers.modeling_outputs import CausalLMOutput
 
 from optimum_memopt import optimize
 from optimum_memopt.errors import UnsupportedModelError
 from tests.gradients import Gradients, assert_bitwise_same_step, wrong_gradients
-from tests.model_zoo import ZOO
+from tests.model_zoo import ZOO, small_bart
 from tests.rotation import in_turn, nightly
 from tests.trainer_runs import log_lines
 
@@ -190,16 +189,7 @@ def test_hidden_states_are_collected_once(runs_in_python: bool, hooked: bool) ->
 
     A loss on the hidden states would otherwise count them twice.
     """
-    config = BartConfig(
-        **dict.fromkeys(("encoder_layers", "decoder_layers"), 4),
-        **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 2),
-        **dict.fromkeys(("d_model", "encoder_ffn_dim", "decoder_ffn_dim", "max_position_embeddings"), 16),
-        **dict.fromkeys(("dropout", "attention_dropout"), 0.0),
-        vocab_size=60,
-        encoder_layerdrop=0.3 if runs_in_python else 0.0,
-    )
-    torch.manual_seed(0)
-    ours = BartForConditionalGeneration(config).train()
+    ours = small_bart(0.3 if runs_in_python else 0.0)
     ids = torch.randint(4, 60, (2, 7))
     batch = {"input_ids": ids, "labels": ids, "output_hidden_states": True}
     # transformers registers its hooks in the first forward that collects: another hook comes after them.

@@ -5,11 +5,12 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import BartConfig, BartForConditionalGeneration, DynamicCache, LlamaConfig, LlamaForCausalLM
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 from transformers.modeling_outputs import CausalLMOutput
 
 from optimum_memopt import optimize
 from tests.gradients import accumulate, assert_same
+from tests.model_zoo import small_bart
 from tests.rotation import in_turn, nightly
 from tests.small_model import WIDTH, Block
 
@@ -100,17 +101,7 @@ def test_a_cache_of_the_caller_grows_once(attention: str) -> None:
 @in_turn
 def test_a_later_forward_that_falls_back_to_one_graph_draws_once() -> None:
     """A forward that collects attentions inside layers runs again as one graph, and drops the same layers."""
-    config = BartConfig(
-        **dict.fromkeys(("encoder_layers", "decoder_layers"), 4),
-        **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 2),
-        **dict.fromkeys(("d_model", "encoder_ffn_dim", "decoder_ffn_dim", "max_position_embeddings"), 16),
-        **dict.fromkeys(("encoder_layerdrop", "decoder_layerdrop"), 0.3),
-        vocab_size=60,
-        dropout=0.0,
-        attn_implementation="eager",
-    )
-    torch.manual_seed(0)
-    ours = BartForConditionalGeneration(config).train()
+    ours = small_bart(0.3, decoder_layerdrop=0.3)
     plain = copy.deepcopy(ours)
     optimize(ours, **ENGINE)
     ids = torch.randint(4, 60, (2, 7))

@@ -78,20 +78,16 @@ def refill(container: Any, values: Any) -> None:
 
 
 def restore_containers(noted: Iterable[tuple[Any, Any]]) -> None:
-    """Restore containers, each with its copy as `containers_in` yields them."""
+    """Restore containers, each with its copy as `contents_of` yields them."""
     for container, values in noted:
         if not holds_the_same(container, values):
             refill(container, values)
 
 
-def containers_in(value: Any, depth: int = _DEPTH) -> Iterator[tuple[Any, Any]]:
-    """Yields the containers in a value, each with a shallow copy."""
+def container_in(value: Any) -> Any:
+    """Returns a list, dict or set, or the dict in a `UserDict`; None for other values, and for large containers."""
     value = value.data if isinstance(value, UserDict) else value
-    if type(value) in CONTAINERS and len(value) <= _MOST_ENTRIES:
-        yield value, copy.copy(value)
-    if depth and isinstance(value, list | tuple | dict):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from containers_in(item, depth - 1)
+    return value if type(value) in CONTAINERS and len(value) <= _MOST_ENTRIES else None
 
 
 def contents_of(arguments: Any) -> Iterator[tuple[Any, Any]]:
@@ -111,7 +107,7 @@ def contents_of(arguments: Any) -> Iterator[tuple[Any, Any]]:
         if id(value) in seen or depth > _DEPTH_OF_ARGUMENTS or len(contents) > _MOST_ENTRIES:
             continue
         seen[id(value)] = value
-        if type(contents) in CONTAINERS:
+        if container_in(contents) is not None:
             yield contents, copy.copy(contents)
         items = contents.values() if isinstance(contents, dict) else contents
         pending += ((item, depth + 1) for item in items)
@@ -266,10 +262,10 @@ class _Walk:
         if (state := state_of(value)) is not None:
             self.generators.append((value, state))
         self._array(value)
-        noted = list(containers_in(value, 0))
-        self.containers.extend(noted)
-        for _, items in noted if depth else ():
-            for item in items.values() if isinstance(items, dict) else items:
+        if (container := container_in(value)) is not None:
+            items = copy.copy(container)
+            self.containers.append((container, items))
+            for item in (items.values() if isinstance(items, dict) else items) if depth else ():
                 self._value(item, package, depth - 1)
         if depth > 0 and package_of(value) in {package, *_NAMESPACES}:
             self._attributes(value, package, depth - 1)

@@ -48,7 +48,7 @@ def traced_for(device: Device | None, dtype: torch.dtype | None, here: str = "cp
 def eager_standin(device: Device | None) -> Iterator[None]:
     """Do the same as `traced_for`, for code that runs without a compiler."""
     with traced_for(device, None), contextlib.ExitStack() as stack:
-        stack.enter_context(int8_products.without_outliers(device is not None and device.cuda is not None))
+        stack.enter_context(int8_products.without_outliers())
         if device is not None:
             stack.enter_context(autocast.of_any_device(device.capability >= _AMPERE))
         if device is not None and device.cuda is not None:

@@ -56,17 +56,14 @@ def as_on_cuda() -> contextlib.AbstractContextManager[Any]:
 
 
 @contextlib.contextmanager
-def without_outliers(on_cuda: bool) -> Iterator[None]:
-    """Run bitsandbytes' products within the context as if no input had outliers, on tensors without data.
-
-    Args:
-        on_cuda: whether CPU tensors stand for CUDA tensors.
-    """
+def without_outliers() -> Iterator[None]:
+    """Run bitsandbytes' products within the context as if no input had outliers, on tensors without data; on CPU
+    tensors within `as_on_cuda`, too."""
     if not PRODUCTS.applies:
         yield
         return
     file: Any = sys.modules[_FUNCTIONS]
-    names = ("MatMul8bitLt", *(("MatMul8bitFp",) if on_cuda else ()))
+    names = ("MatMul8bitLt",) if "cpu" in _Device.dequantizing else ("MatMul8bitLt", "MatMul8bitFp")
     replaced = _without_outliers(file.MatMul8bitLt)
     # It warns of each product whose input is not in float16.
     quiet = (file.logger, "disabled", True)

@@ -6,9 +6,9 @@ checkpointing around it, stay outside. Regional compilation by hand: https://doc
 regional_compilation.html, `compile_regions` in accelerate's `utils/other.py` (1.15).
 
 torch cannot trace the hooks in which FSDP2 gathers parameters, and breaks the graph at each. So hooks are removed from
-the modules while torch traces the outer graph, and Python runs those of a layer around its forward. The head, which
-computes the logits, is *open*: its forward is part of the outer graph, which may then compute the loss without
-logits. The parameters of an open module are gathered before the model's forward, and count as used until it returns.
+the modules while torch traces the outer graph, and a layer's hooks run in Python, around its forward. The head is
+*open*: its forward, which computes the logits, is part of the outer graph, so that the loss may need no logits. The
+parameters of an open module are gathered before the model's forward, and count as used until it returns.
 """
 
 import contextlib
@@ -349,7 +349,7 @@ class Regions:
             kinds: for each kind of hook, in the order of `hooks_around_call`, whether it runs.
         """
         inner, taken = module.__dict__.get("forward"), self._taken[module]
-        # Those that collect outputs run in the caller: here they would collect each output twice.
+        # The caller runs the hooks that collect outputs; if they ran here too, each output would be collected twice.
         places = hooks_around_call(module)[: len(kinds)]
         collectors = [_trailing_collectors(hooks) for hooks in places]
         for place, hooks in zip(places, collectors, strict=True):

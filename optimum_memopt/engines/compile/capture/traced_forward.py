@@ -305,11 +305,10 @@ class TracedForward:
         """Restore the state before a failed run, if it is rerun. Out of memory or interrupted it is not: its random
         numbers are drawn, as in plain PyTorch."""
         is_unwritten = is_of_trace(error) and not run.has_written
-        is_rerun = isinstance(error, ResultsChangedError | OtherRunsError) or bool(self._regions.refusal)
-        may_restore = self.is_first or is_unwritten or is_rerun
-        self.is_undone = not run.ran
+        is_other = isinstance(error, ResultsChangedError | OtherRunsError) or bool(self._regions.refusal)
         is_final = not isinstance(error, Exception) or is_out_of_memory(own_error(error) or error)
-        if before is not None and may_restore and not is_final:
+        self.is_undone = not run.ran
+        if before is not None and not is_final and (self.is_first or is_unwritten or is_other):
             self.restore_overwritten()
             before.restore()
             self.is_undone = True
