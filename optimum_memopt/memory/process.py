@@ -67,9 +67,15 @@ def trim() -> None:
 
 
 def return_freed_memory() -> bool:
-    """Return freed blocks from 256 KiB to the system until `restore_malloc`; False if malloc cannot be configured."""
+    """Return what malloc keeps now to the system, and later freed blocks from 256 KiB until `restore_malloc`.
+
+    Returns:
+        False if malloc cannot be configured.
+    """
     global _users
     _users += 1
+    # A step that ran before, such as one of plain PyTorch, has left hundreds of MiB that would count as in use.
+    trim()
     return _settle()
 
 

@@ -144,3 +144,11 @@ def test_an_engine_with_a_plan_decides_for_the_process():
     done = fresh_process.run("-c", STEPS + asked, environment=inherited())
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["True", "False", "True"]
+
+
+def test_what_malloc_has_kept_goes_back_too():
+    kept, left = run(
+        "first = b'1' * 2**22; del first; before = resident(); blocks = [b'1' * 2**17 for _ in range(800)];"
+        "del blocks[:-1]; kept = resident() - before; process.return_freed_memory(); print(kept, resident() - before)"
+    )
+    assert float(kept) > 80 and float(left) < 10

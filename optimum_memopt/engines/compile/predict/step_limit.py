@@ -19,6 +19,7 @@ from optimum_memopt.engines.compile.predict.step_predictor import StepMemoryPred
 from optimum_memopt.engines.simulator.devices import Device
 from optimum_memopt.errors import DoesNotFitError
 from optimum_memopt.logs import best_effort
+from optimum_memopt.memory import process
 from optimum_memopt.memory.optimizers import Optimizer
 from optimum_memopt.memory.peak_monitor import held_bytes
 from optimum_memopt.sizes import Budget, gib_text, text_of_at_least
@@ -103,6 +104,9 @@ class StepLimit:
         """
         assert self._budget is not None
         run = self._run()
+        if self._target is None and not self.is_on_cuda:
+            # What malloc keeps of earlier steps, as of plain PyTorch, is resident, but free for this one.
+            process.trim()
         around = step_around(
             self._model, batch.inputs, self._budget, run, self._target, batch.untrained, batch.trained, self._before
         )
