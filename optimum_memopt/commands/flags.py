@@ -191,4 +191,5 @@ def checked_options(args: Any, engine: str) -> "MemOptOptions":
 
 def short_flags() -> AbstractContextManager[None]:
     """Returns a context in which errors name options by the command's flags, without `memory_opt_`."""
-    return flags_named(lambda flag: f"--{flag.removeprefix('memory_opt_')}")
+    others = {"per_device_train_batch_size": "batch_size"}
+    return flags_named(lambda flag: f"--{others.get(flag, flag.removeprefix('memory_opt_'))}")

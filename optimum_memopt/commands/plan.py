@@ -329,7 +329,8 @@ def _save_page(args: Any, result: PlanOutput) -> None:
 
 
 def run(args: Any) -> None:
-    result = measured(args) if args.measure else table_of(args)
+    with flags.short_flags():
+        result = measured(args) if args.measure else table_of(args)
     print(json.dumps(result.report, indent=2) if args.json else result.text)
     if args.budget_curve:
         charts.draw(result.estimate.frontier, Path(args.budget_curve))

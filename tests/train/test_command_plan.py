@@ -302,6 +302,10 @@ def test_a_budget_for_a_named_device_its_plan_file_and_what_that_does(tmp_path, 
     assert "plan file (budget " in applied["table"]["header"][0]
     assert any(layers["recompute"] for graph in solved["graphs"] for layers in graph["layers"])
     assert sum(applied["parts"].values()) - applied["parts"]["gradients"] <= float(budget[:-3]) * 2**20
+    with pytest.raises(SystemExit):
+        run(*arguments, "--device", "h100", "--compiler", "inductor", "--plan", str(output))
+    error = capsys.readouterr().err
+    assert "error: --plan: the file was made for a different graph: " in error and "for this model with --budget" in error
 
 
 @pytest.mark.nightly
@@ -313,7 +317,7 @@ def test_a_budget_for_which_nothing_fits_names_the_batch_that_does(folder, capsy
     budget = f"{(sum(parts.values()) - parts['gradients'] - parts['activations'] // 3) / 2**20:.3f}MiB"
     with pytest.raises(SystemExit):
         run(*arguments, "--device", "h100", "--budget", budget)
-    assert "use --per_device_train_batch_size 32 and 2 times" in capsys.readouterr().err
+    assert "use --batch_size 32 and 2 times" in capsys.readouterr().err
 
 
 @pytest.mark.nightly

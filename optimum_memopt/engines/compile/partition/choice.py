@@ -9,6 +9,7 @@ from torch import fx
 from optimum_memopt.engines.compile.graph.analyzed_graph import AnalyzedGraph, Modules
 from optimum_memopt.engines.compile.graph.candidates import Candidate, applied, compressions, offloads, roots_of
 from optimum_memopt.engines.compile.graph.joint import is_tensor, root
+from optimum_memopt.errors import MemOptError
 from optimum_memopt.plans.matching import Matched
 from optimum_memopt.plans.plan_file import GraphEntry, LayerEntry
 
@@ -89,6 +90,19 @@ class Choice:
     @property
     def recomputed(self) -> tuple[Candidate, ...]:
         return tuple(candidate for candidate in self.candidates if candidate.chain is not None)
+
+    def check_file(self, is_strict: bool) -> str:
+        """Returns a warning if the graph is not the one that a plan file was made for, else an empty string.
+
+        Raises:
+            MemOptError: it is not, and the file must match.
+        """
+        if not self.mismatch:
+            return ""
+        line = f"--memory_opt_plan: the file was made for a different graph: {self.mismatch}"
+        if is_strict:
+            raise MemOptError(f"{line}; make one for this model with --memory_opt_budget")
+        return f"{line}; applying the parts that match"
 
     @property
     def key(self) -> str:

@@ -331,11 +331,8 @@ class PlannedForward:
         refuses = self.table is None and self._is_strict
         if refuses and state.is_all:
             choice.matched.check()
-        if choice.mismatch:
-            line = f"--memory_opt_plan: the file was made for a different graph: {choice.mismatch}"
-            if refuses:
-                raise MemOptError(f"{line}; make one for this model with --memory_opt_budget")
-            self.traced.say(f"{line}; applying the parts that match")
+        if line := choice.check_file(refuses):
+            self.traced.say(line)
         return choice
 
     def _choose_apart(self) -> None:
