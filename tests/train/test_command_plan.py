@@ -305,7 +305,9 @@ def test_a_budget_for_a_named_device_its_plan_file_and_what_that_does(tmp_path, 
     with pytest.raises(SystemExit):
         run(*arguments, "--device", "h100", "--compiler", "inductor", "--plan", str(output))
     error = capsys.readouterr().err
-    assert "error: --plan: the file was made for a different graph: " in error and "for this model with --budget" in error
+    assert (
+        "error: --plan: the file was made for a different graph: " in error and "for this model with --budget" in error
+    )
 
 
 @pytest.mark.nightly

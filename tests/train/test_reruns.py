@@ -1,16 +1,18 @@
 """What a forward changes outside of its model is changed once, however often the first forward runs."""
 
+import contextlib
 import copy
 from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 from transformers.modeling_outputs import CausalLMOutput
 
 from optimum_memopt import optimize
-from tests.gradients import accumulate, assert_same
-from tests.model_zoo import small_bart
+from tests.gradients import accumulate, assert_bitwise_same, assert_same
+from tests.model_zoo import ZOO, small_bart
 from tests.rotation import in_turn, nightly
 from tests.small_model import WIDTH, Block
 
@@ -113,6 +115,44 @@ def test_a_later_forward_that_falls_back_to_one_graph_draws_once() -> None:
             drawn.append((float(loss), torch.rand(()).item()))
     (first, second), expected = (drawn[:2], drawn[2:])
     assert [first, second] == [pytest.approx(each, rel=1e-6) for each in expected]
+
+
+class Watching(TorchDispatchMode):
+    """A mode within which torch runs no compiled code."""
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return operator(*args, **(kwargs or {}))
+
+
+# What comes before a later step, or around it; torch gives up the code of a forward that raises while it is traced.
+LATER = {
+    "raises in the trace": {"input_ids": "text"},
+    "raises after dropout": {"input_ids": torch.ones(2, 7, dtype=torch.long), "labels": torch.ones(5).long()},
+    "mode": None,
+}
+
+
+@in_turn
+@pytest.mark.parametrize("unit", nightly(["auto", "model"], but=["model"]))
+@pytest.mark.parametrize("later", LATER)
+def test_a_later_step_draws_the_random_numbers_of_plain_pytorch(unit: str, later: str) -> None:
+    case = ZOO["bert-classification"]
+    ours, batch = case.build("eager", **case.deep(4), **case.dropout), case.batch()
+    plain, calls = copy.deepcopy(ours), [0, 0]
+    optimize(ours, **ENGINE, memory_opt_unit=unit)
+    found = []
+    for number, model in enumerate((ours, plain)):
+        embeddings = model.bert.embeddings
+        embeddings.register_forward_hook(lambda *_, number=number: calls.__setitem__(number, calls[number] + 1))
+        torch.manual_seed(1)
+        accumulate(model, [batch])
+        if (wrong := LATER[later]) is not None:
+            with pytest.raises((AttributeError, ValueError)):
+                model(**wrong)
+        with Watching() if wrong is None else contextlib.nullcontext():
+            found.append((*accumulate(model, [batch]), torch.get_rng_state()))
+    assert_bitwise_same(found[0][:2], found[1][:2])
+    assert torch.equal(found[0][2], found[1][2]) and calls[0] == calls[1]
 
 
 class Clamped(torch.nn.Module):

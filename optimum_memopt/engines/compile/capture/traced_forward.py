@@ -267,7 +267,7 @@ class TracedForward:
         before = self._forward_state(call) if is_first or kind.has_regions else None
         next_hook = next_hook_id()
         outputs = None
-        noting = self._recorder(call) if player is None else player
+        noting = self._recorder(call.args, call.inputs) if player is None else player
         watch = self._watch or dynamo.Watch()
         run = self._running = ForwardRun(choices, call.args, call.inputs, call.reader, noting, watch)
         self._overwritten = run.overwritten
@@ -367,7 +367,12 @@ class TracedForward:
             outputs = with_room(self._compiled[kind], call.args, call.inputs)
             if kind.has_regions:
                 outputs = self._regions.finish(outputs)
-            run.tape.end(dynamo.tree_leaves(outputs))
+            leaves = dynamo.tree_leaves(outputs)
+            try:
+                run.tape.end(leaves)
+            except OtherRunsError as error:
+                self._record_instead(run, error)
+                run.tape.end(leaves)
             if any(graph.choice.draft_limit is not None for graph in run.ran):
                 run.progress.done = f"ran the forward of {self._name} once, to see all its graphs,"
             return outputs
@@ -393,8 +398,16 @@ class TracedForward:
         with_sizes = tuple(each.with_sizes(self._constant_sizes) for each in recompiles)
         return TracedCall(outputs, graphs, tuple(run.ran), tuple(run.ran.values()), tape, breaks, with_sizes, before)
 
-    def _recorder(self, call: ForwardArgs) -> TapeRecorder:
-        return TapeRecorder(dynamo.tree_leaves((call.args, call.inputs, self.shared.gathered())))
+    def _recorder(self, args: Sequence[Any], inputs: Mapping[str, Any]) -> TapeRecorder:
+        return TapeRecorder(dynamo.tree_leaves((args, inputs, self.shared.gathered())))
+
+    def _record_instead(self, run: ForwardRun, other: OtherRunsError) -> None:
+        """Record a forward whose first run is not the known one, as after torch has given up tracing its code. Raises
+        the error if earlier runs would be missing on the tape."""
+        if run.tape.count:
+            raise other
+        run.choices.tapes.forget()
+        run.tape = self._recorder(run.args, run.inputs)
 
     def _may_play(self, run: ForwardRun) -> bool:
         """True if the tape of this run may be played for equal calls. A call that then runs other graphs is rerun, so
@@ -463,8 +476,12 @@ class TracedForward:
         """Returns the outputs of the model's own forward, with the changes that compiled outputs have (`_wrapped`)."""
         return self._wrapped(call)(*call.args, **call.inputs)
 
-    def check_plain(self, call: ForwardArgs) -> None:
+    def check_plain(self, call: ForwardArgs, is_last: bool = False) -> None:
         """Run a failed batch in plain PyTorch, then restore the state before it.
+
+        Args:
+            is_last: the batch is not run again. If the failed run left no change of state, that of plain PyTorch's
+                failure stays: a loop that goes on has drawn the random numbers.
 
         Raises:
             Exception: plain PyTorch's own, of one line, if it cannot run the batch either, as one without rows.
@@ -475,6 +492,7 @@ class TracedForward:
         before = ForwardState.of(self._model, with_buffers=True, arguments=(call.args, call.inputs))
         # Without gradients a forward takes the least memory, but registering a hook on a tensor needs them.
         for has_gradients in (False, True):
+            restores = True
             try:
                 with torch.set_grad_enabled(has_gradients):
                     self.plainly(call)
@@ -483,9 +501,11 @@ class TracedForward:
                 if is_out_of_memory(error):
                     return
                 if has_gradients:
+                    restores = not (is_last and self.is_undone)
                     raise error from None
             finally:
-                before.restore()
+                if restores:
+                    before.restore()
 
     def say(self, line: str) -> None:
         if line not in self._said:
@@ -622,7 +642,11 @@ class TracedForward:
         state = self._state_before(graph, variant, args, key)
         plan = run.layer_inputs.possible(variant.inputs, args)
         run_id = RunId(variant.programs, layer, call_index, plan.offloaded, plan.recomputed)
-        run.tape.before(run_id, args, graph.parameters)
+        try:
+            run.tape.before(run_id, args, graph.parameters)
+        except OtherRunsError as error:
+            self._record_instead(run, error)
+            run.tape.before(run_id, args, graph.parameters)
         if plan.is_empty and state.saved is None:
             results = variant.run(*state.args)
         else:

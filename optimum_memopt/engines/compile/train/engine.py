@@ -263,8 +263,7 @@ class CompileEngine(in_place.InPlaceEngine):
             (process.keep_freed_memory if keeps else process.keep_no_more)()
 
     def _mode_around(self) -> str:
-        # Compiled code runs within any mode, but is not compiled within one.
-        return "" if self._planned is not None and self._planned.table is not None else mode_without_compiler()
+        return mode_without_compiler()
 
     def _train_forward(self, *args: Any, **kwargs: Any) -> Any:
         if not self._has_gradients(args, kwargs):

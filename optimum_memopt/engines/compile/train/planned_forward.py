@@ -374,7 +374,7 @@ class PlannedForward:
             if not may_be_plain:
                 if failed is None or not is_of_trace(failed):
                     raise
-                self.traced.check_plain(call)
+                self.traced.check_plain(call, is_last=True)
                 if refused is not None or self.planner.is_sharded or not self.traced.is_undone:
                     raise
                 return self._later_plain_outputs(call, failed)
