@@ -83,6 +83,36 @@ def test_what_would_be_wrong_is_refused(compute: Compute, reason: str) -> None:
     assert torch.no_grad.__enter__.__module__ == "torch.autograd.grad_mode"
 
 
+class Counted(Two):
+    """Reads a number that it is given."""
+
+    def forward(self, x: torch.Tensor, number: Any) -> torch.Tensor:
+        for _ in range(int(number)):
+            x = self.first(x)
+        return self.second(x).square().mean()
+
+
+@pytest.mark.parametrize("number", [2, 2.0, torch.tensor(2)], ids=str)
+def test_a_number_that_decides_what_runs_is_refused(number: Any) -> None:
+    """The graph would keep the first batch's number, without a word."""
+    model = Counted(lambda *_: torch.zeros(()))
+    optimize(model, **ORT)
+    with pytest.raises(MemOptError, match="it reads the value of a tensor"):
+        model(torch.randn(4, WIDTH), number)
+
+
+def test_a_fallback_draws_the_random_numbers_of_plain_pytorch() -> None:
+    """The failed export has run the forward once."""
+    ours = Two(lambda model, x: functional.dropout(model.first(x)).square().mean() / float(x.abs().max()))
+    plain = copy.deepcopy(ours)
+    optimize(ours, memory_opt_level=1, memory_opt_engine="ort", ort_fallback=True)
+    x, drawn = torch.randn(4, WIDTH), []
+    for model in (ours, plain):
+        torch.manual_seed(1)
+        drawn.append([*(model(x).item() for _ in range(2)), torch.rand(()).item()])
+    assert drawn[0] == drawn[1]
+
+
 @pytest.mark.parametrize("compute", RIGHT.values(), ids=RIGHT)
 def test_what_looks_alike_trains(compute: Compute) -> None:
     ours = Two(compute)

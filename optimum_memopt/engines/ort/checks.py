@@ -213,7 +213,8 @@ def needs_eager_attention(config: Any) -> str:
     # gradient_builder_base.h:123, OutputDefs: the exported sdpa lacks the dropout mask that its gradient reads.
     dropouts = [value for name in _ATTENTION_DROPOUTS if isinstance(value := getattr(config, name, None), int | float)]
     if not dropouts or any(dropouts):
-        return "ONNX Runtime has no gradient for sdpa with dropout"
+        why = "" if dropouts else ", and the config names no dropout probability"
+        return f"ONNX Runtime has no gradient for sdpa with dropout{why}"
     return ""
 
 

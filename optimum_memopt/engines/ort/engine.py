@@ -20,6 +20,7 @@ from optimum_memopt.engines.shared import in_place
 from optimum_memopt.engines.shared.forward_patch import without_key_value_cache
 from optimum_memopt.engines.shared.label_smoothing import LabelSmoothing
 from optimum_memopt.errors import MemOptError, UnsupportedModelError
+from optimum_memopt.generators import GeneratorStates
 from optimum_memopt.logs import get_logger
 from optimum_memopt.memory import process
 from optimum_memopt.plans.table import PlanTable
@@ -132,6 +133,7 @@ class OrtEngine(in_place.InPlaceEngine):
                 "masks in the order of the forwards, so this plan needs forward and backward in pairs; run each "
                 "backward first, use torch.no_grad() for forwards without one, or leave out the Dropout plans"
             )
+        generators = GeneratorStates.of(next(self._model.parameters()).device)
         try:
             if self._session is None:
                 if reason := checks.unsupported_reason(self._model):
@@ -164,6 +166,8 @@ class OrtEngine(in_place.InPlaceEngine):
                 self._forget()
                 raise
             self._fall_back(reason, error)
+            # The export runs the forward, which draws random numbers.
+            generators.restore()
         except BaseException:
             # Training may continue after Ctrl-C.
             self._forget()

@@ -51,8 +51,9 @@ class _Values(TorchFunctionMode):
     def begin(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
         self._is_running = True
         for tensor in tensors_in([args, kwargs]):
-            # ORT passes numbers as tensors without dimensions; another value is another graph.
-            if tensor.dim():
+            # ORT passes Python's numbers as tensors without dimensions. Another truth value is another graph, another
+            # number is not (`PrimitiveType` in `training/utils/torch_io_helper.py`, 1.19.2).
+            if tensor.dim() or tensor.dtype != torch.bool:
                 self._given[tensor] = True
         for parameter in self._module.parameters():
             if parameter.requires_grad:

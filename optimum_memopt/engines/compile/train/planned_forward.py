@@ -35,7 +35,7 @@ from optimum_memopt.engines.torch_compat.compiler_errors import (
     own_error,
 )
 from optimum_memopt.engines.torch_compat.recompiles import NUMBER, RUN_AHEAD_CALL, CodePlace, Recompile
-from optimum_memopt.errors import MemOptError, UnsupportedModelError, clear_frames, is_out_of_memory, line_of
+from optimum_memopt.errors import UnsupportedModelError, clear_frames, is_out_of_memory, line_of
 from optimum_memopt.logs import best_effort, get_logger
 from optimum_memopt.memory.optimizers import planned_like
 from optimum_memopt.plans.plan_file import PlanFile
