@@ -266,7 +266,8 @@ class Planner:
             if line:
                 # Widen further if that was not enough: the allocator rounds tensors up to block sizes.
                 unused = self.solved.unused if self.solved is not None else 0
-                self.limit.widen_margin(unused + number * self.limit.excess(predictor))
+                excess = self.limit.excess(predictor)
+                self.limit.widen_margin(excess, unused + (number - 1) * excess)
                 get_logger().info(f"{line}: solving again with a margin of that size")
             if self.has_foreign:
                 get_logger().info("the forward ran different graphs than the plan was solved for: solving again")

@@ -13,9 +13,11 @@ from optimum_memopt.engines.api.run import ALONE, LargestBatch, OtherForwards, R
 from optimum_memopt.engines.compile.graph.symbols import larger_sizes
 from optimum_memopt.engines.compile.memory.eager_loss import EagerLoss
 from optimum_memopt.engines.compile.memory.footprint import StepContext, blocks_around, states_held, step_around
+from optimum_memopt.engines.compile.partition.producers.budget import saved_nodes
 from optimum_memopt.engines.compile.partition.producers.producer import SolvedForward
 from optimum_memopt.engines.compile.partition.step_model import StepModel
 from optimum_memopt.engines.compile.predict.step_predictor import StepMemoryPredictor
+from optimum_memopt.engines.compile.solver.solver import Infeasible
 from optimum_memopt.engines.simulator.devices import Device
 from optimum_memopt.errors import DoesNotFitError
 from optimum_memopt.logs import best_effort
@@ -30,6 +32,8 @@ from optimum_memopt.sizes import Budget, gib_text, text_of_at_least
 _ALLOCATOR_ERROR = 3e-3
 # Maximum number of re-solves of one plan until its tensors are within the limit in these blocks.
 _MOST_SOLVES = 4
+# Margins that differ by less have the same plan.
+_NO_PLAN_BETWEEN = 2**16
 
 
 @dataclass(frozen=True)
@@ -78,6 +82,8 @@ class StepLimit:
         self.bytes: int | None = None
         self.is_nearest = False
         self._margin = 0
+        # The most by which a compiled step has exceeded the limit.
+        self._exceeded = 0
         self._resident: int | None = None
         # Bytes that the process held before the forward that is being planned.
         self._before: int | None = None
@@ -191,14 +197,49 @@ class StepLimit:
         return (self._solve_alone if step.context.others == ALONE else self._solve_among_others)(step, solve)
 
     def _solve_alone(self, step: StepModel, solve: Callable[[StepModel], SolvedForward]) -> SolvedForward:
-        solved = solve(step)
-        for _ in range(_MOST_SOLVES):
-            if (excess := self._excess_of_solved(step, solved)) <= 0:
+        """Searches for the smallest margin whose plan fits in CUDA's blocks.
+
+        Plans are few near the lowest peak: a margin that is wide enough for one plan may leave room for none, although
+        a plan between the two fits. Then the margin is halved towards the last plan's. At last it is what the blocks
+        of the lowest plan take; if not even that leaves room, the error names that plan's peak in blocks, and what
+        compiled steps have exceeded their predictions by.
+        """
+        start = least = self._margin
+        most: int | None = None
+        for number in range(_MOST_SOLVES + 1):
+            try:
+                solved = solve(step.around(replace(step.context, margin=self._margin)))
+            except (DoesNotFitError, Infeasible):
+                most = self._margin
+                if not self.is_on_cuda:
+                    raise
+            else:
+                excess = self._excess_of_solved(step, solved)
+                if excess <= 0 or (most is None and number == _MOST_SOLVES):
+                    return solved
+                least = self._margin + solved.unused
+            if most is not None and most - least < _NO_PLAN_BETWEEN:
                 break
-            self.widen_margin(solved.unused + excess)
-            step = step.around(replace(step.context, margin=self._margin))
-            solved = solve(step)
-        return solved
+            self._margin = least + excess if most is None else (least + most) // 2
+        # The margin so far may have bytes that earlier plans left unused, which are no part of the lowest peak.
+        self._margin = min(start, self._exceeded) + self._waste_of_lowest(step)
+        try:
+            return solve(step.around(replace(step.context, margin=self._margin)))
+        except (DoesNotFitError, Infeasible):
+            self._margin = start
+            raise
+
+    def _waste_of_lowest(self, step: StepModel) -> int:
+        """Returns the bytes that the plan with the lowest peak takes in CUDA's blocks beyond its tensors."""
+        solver = step.solver.solver
+        lowest = solver.plan(solver.lowest)
+        nodes = saved_nodes(step.solver.forward, lowest)
+        solved = SolvedForward("", dict(zip(step.forward.run_keys, nodes, strict=True)), 0, lowest.segments)
+        waste = 0
+        with best_effort("a plan's peak in CUDA's blocks"):
+            assert self.bytes is not None
+            waste = self.excess_of_plan(step, solved) + self.bytes - step.peak(lowest.peak)
+        return max(0, waste)
 
     def _solve_among_others(self, step: StepModel, solve: Callable[[StepModel], SolvedForward]) -> SolvedForward:
         solved, aside = solve(step), 0
@@ -283,9 +324,14 @@ class StepLimit:
         self._is_stale = True
         self._peaks.clear()
 
-    def widen_margin(self, size: int) -> None:
-        """Leave `size` more bytes free from now on."""
-        self._margin += size
+    def widen_margin(self, excess: int, unused: int) -> None:
+        """Leave more bytes free from now on, since a compiled step exceeds the limit.
+
+        Args:
+            unused: bytes that its plan has left unused; with a margin of the excess alone it may be found again.
+        """
+        self._margin += excess + unused
+        self._exceeded = max(self._exceeded, excess)
 
     def sizes_with_largest(self, sizes: Mapping[str, int]) -> Mapping[str, int]:
         """Returns sizes by the plan table's names, raised to those of the run's largest batch."""

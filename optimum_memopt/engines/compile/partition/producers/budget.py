@@ -62,11 +62,12 @@ class FromBudget(Producer):
         held = f"largest: {named}; " if named else ""
         batch = f" (batch {step.largest}, {_longest(step.largest)})" if step.largest is not None else ""
         among = " among several forwards before one backward" if step.others != ALONE else ""
-        kinds = ("full recompute", True), ("offload", step.link), ("fp8", self.compresses)
-        allowed = " and ".join(name for name, is_on in kinds if is_on)
+        allowed = "full recompute and fp8" if self.compresses else "full recompute"
+        # How much offload could take off that peak is not known, only that it is not enough.
+        offload = ", and offload does not close the gap" if step.link else ""
         return DoesNotFitError(
             f"--memory_opt_budget {self.bound.text}: infeasible: even with {allowed} the step peaks at "
-            f"{text_of_at_least(peak)}{batch}{among}, over {gib_text(step.limit)}; {held}{suggestion}",
+            f"{text_of_at_least(peak)}{batch}{among}, over {gib_text(step.limit)}{offload}; {held}{suggestion}",
             peak,
             is_final,
         )
