@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from allocations import allocated
-from transformers import Trainer, TrainingArguments
+from transformers import LlamaConfig, Trainer, TrainingArguments
 
 import optimum_memopt
 from optimum_memopt.engines.api.run import Run, Selection
@@ -14,7 +14,7 @@ from optimum_memopt.engines.compile.capture.capture import Capture
 from optimum_memopt.engines.compile.predict.estimate import estimate, plain_ways
 from optimum_memopt.engines.compile.predict.micro_batches import of_workload
 from optimum_memopt.engines.compile.train.engine import CompileEngine
-from optimum_memopt.errors import MemOptError
+from optimum_memopt.errors import DoesNotFitError, MemOptError
 from optimum_memopt.plans.grammar import parse
 from optimum_memopt.plans.table import PlanRow, PlanTable
 from optimum_memopt.predict.workload import Workload
@@ -303,3 +303,22 @@ def test_an_error_names_no_command_that_refuses_the_settings(tmp_path, monkeypat
         with pytest.raises(MemOptError) as error:
             optimum_memopt.plan(folder, "text-generation", batch_size=2, seq_len=8, **refused)
         assert ends not in str(error.value)
+
+
+@pytest.mark.nightly
+def test_the_lowest_budget_that_an_error_names_fits_in_cuda_s_blocks() -> None:
+    """So do budgets a little above it, where a margin for one plan's blocks leaves room for no other plan."""
+    settings = {"batch_size": 8, "seq_len": 60, "device": "h100", "bf16": True, "compiler": "aot_eager"}
+    config = LlamaConfig(
+        vocab_size=512,
+        hidden_size=128,
+        intermediate_size=344,
+        **dict.fromkeys(("num_attention_heads", "num_key_value_heads"), 4),
+        num_hidden_layers=3,
+    )
+    with pytest.raises(DoesNotFitError) as refused:
+        optimum_memopt.plan(config, "text-generation", **settings, budget="50MiB")
+    for more in (0, 30_000, 100_000):
+        budget = (refused.value.lowest + more) / 2**20
+        found = optimum_memopt.plan(config, "text-generation", **settings, budget=f"{budget:.4f}MiB")
+        assert found.peak <= budget * 2**20

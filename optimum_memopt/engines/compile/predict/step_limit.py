@@ -32,6 +32,7 @@ from optimum_memopt.sizes import Budget, gib_text, text_of_at_least
 _ALLOCATOR_ERROR = 3e-3
 # Maximum number of re-solves of one plan until its tensors are within the limit in these blocks.
 _MOST_SOLVES = 4
+_MOST_HALVINGS = 1
 # Margins that differ by less have the same plan.
 _NO_PLAN_BETWEEN = 2**16
 
@@ -204,23 +205,31 @@ class StepLimit:
         of the lowest plan take; if not even that leaves room, the error names that plan's peak in blocks, and what
         compiled steps have exceeded their predictions by.
         """
+        if not self.is_on_cuda:
+            return solve(step)
         start = least = self._margin
         most: int | None = None
+        halvings = 0
         for number in range(_MOST_SOLVES + 1):
+            tried = step.around(replace(step.context, margin=self._margin))
             try:
-                solved = solve(step.around(replace(step.context, margin=self._margin)))
-            except (DoesNotFitError, Infeasible):
+                # Without the flags that an error suggests, which take several times as long.
+                tried.solver.cheapest(tried.context.allowed)
+            except Infeasible:
                 most = self._margin
-                if not self.is_on_cuda:
-                    raise
             else:
+                solved = solve(tried)
                 excess = self._excess_of_solved(step, solved)
                 if excess <= 0 or (most is None and number == _MOST_SOLVES):
                     return solved
                 least = self._margin + solved.unused
-            if most is not None and most - least < _NO_PLAN_BETWEEN:
+            if most is None:
+                self._margin = least + excess
+                continue
+            # Finding that no plan fits takes longest, since offload and segments are tried, too.
+            if halvings == _MOST_HALVINGS or most - least < _NO_PLAN_BETWEEN:
                 break
-            self._margin = least + excess if most is None else (least + most) // 2
+            self._margin, halvings = (least + most) // 2, halvings + 1
         # The margin so far may have bytes that earlier plans left unused, which are no part of the lowest peak.
         self._margin = min(start, self._exceeded) + self._waste_of_lowest(step)
         try:
