@@ -74,9 +74,10 @@ def return_freed_memory() -> bool:
     """
     global _users
     _users += 1
-    # A step that ran before, such as one of plain PyTorch, has left hundreds of MiB that would count as in use.
-    trim()
-    return _settle()
+    if is_set := _settle():
+        # A step that ran before, such as one of plain PyTorch, has left hundreds of MiB that would count as in use.
+        trim()
+    return is_set
 
 
 def restore_malloc() -> None:
