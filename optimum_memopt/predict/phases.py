@@ -217,7 +217,16 @@ class DryRun:
         return "\n".join((self.header, grid, *fits, "", self.timeline.held_text("the training step")))
 
 
-def train_suggestion(peak: int, given: int, limit: int, rows: int, micro_batches: int = 1, batch: int = 0) -> str:
+def train_suggestion(
+    peak: int,
+    given: int,
+    limit: int,
+    rows: int,
+    micro_batches: int = 1,
+    batch: int = 0,
+    gradients: int = 0,
+    checkpoints: bool = False,
+) -> str:
     """Returns the line for a training step that does not fit, with the number of rows that would, if memory grows
     linearly with them.
 
@@ -225,16 +234,21 @@ def train_suggestion(peak: int, given: int, limit: int, rows: int, micro_batches
         given: bytes held before the step.
         micro_batches: number of micro-batches among these bytes.
         batch: bytes of each micro-batch.
+        gradients: bytes of the gradients, which a step of several micro-batches holds from the first one on.
+        checkpoints: whether the step already checkpoints its activations.
     """
     line = f"train needs {gib_text(peak)} of {gib_text(limit)}: "
     if micro_batches > 1 and batch and (count := micro_batches - -(-(peak - limit) // batch)) >= 1:
         held = f"Trainer holds all {micro_batches} micro-batches of an optimizer step on the device"
         return f"{line}--gradient_accumulation_steps {count}, because {held}"
-    fewer = int(rows * (limit - given) / (peak - given)) if peak > given else 0
-    flags = f"{checkpointing_flag()}, or --memory_opt_budget"
+    # The peak of a single micro-batch may have few of its gradients: most exist once activations are freed.
+    accumulated = gradients if micro_batches == 1 else 0
+    fewer = int(rows * (limit - given - accumulated) / (peak - given)) if peak > given else 0
+    flags = "--memory_opt_budget" if checkpoints else f"{checkpointing_flag()}, or --memory_opt_budget"
     if fewer < 1:
         return f"{line}{flags}"
-    return f"{line}--per_device_train_batch_size {fewer} with more --gradient_accumulation_steps, {flags}"
+    separator = " or" if checkpoints else ","
+    return f"{line}--per_device_train_batch_size {fewer} with more --gradient_accumulation_steps{separator} {flags}"
 
 
 def suggestions(phases: Sequence[RunPhase], limit: int, flags: dict[str, str]) -> tuple[str, ...]:

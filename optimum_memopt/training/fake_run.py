@@ -25,7 +25,7 @@ from optimum_memopt.compat.bitsandbytes import buffers_of, is_quantized
 from optimum_memopt.compat.torch import tensor_bytes, tensors_in
 from optimum_memopt.compat.transformers import collator, train_batch_size
 from optimum_memopt.engines.api.predictions import SimulatedStep
-from optimum_memopt.engines.shared.forward_patch import ForwardState
+from optimum_memopt.engines.shared.forward_patch import Checkpointing, ForwardState
 from optimum_memopt.engines.simulator import simulated
 from optimum_memopt.errors import MemOptError, line_of, path_excerpt
 from optimum_memopt.logs import best_effort
@@ -550,7 +550,10 @@ def _dry_run(trainer: Any, device: str | None, budget: Budget | None) -> DryRun:
     lines = suggestions(phases, limit, flags)
     if trained > limit:
         held = tensor_bytes(tensors_in(batch))
-        lines = (train_suggestion(trained, step.given, limit, rows, micro_batches, held), *lines)
+        gradients = tensor_bytes(each for each in trainer.model.parameters() if each.requires_grad)
+        is_on = Checkpointing(trainer.model).is_on
+        line = train_suggestion(trained, step.given, limit, rows, micro_batches, held, gradients, is_on)
+        lines = (line, *lines)
     precision = f", {trainer.accelerator.mixed_precision}" if trainer.accelerator.mixed_precision != "no" else ""
     accumulated = f", {micro_batches} micro-batches" if micro_batches > 1 else ""
     reserved = "" if step.reserved is None else f" ({gib_text(step.reserved)} reserved)"

@@ -14,7 +14,7 @@ from transformers import BertConfig, LlamaConfig, PreTrainedModel, Trainer, Trai
 
 from optimum_memopt import MemOptError, MemOptTrainer, MemOptTrainingArguments
 from optimum_memopt.engines.torch_compat import kernels
-from optimum_memopt.predict.phases import DryRun, Evaluation, generation_flags
+from optimum_memopt.predict.phases import DryRun, Evaluation, generation_flags, train_suggestion
 from optimum_memopt.sizes import Budget
 from optimum_memopt.training.fake_run import dry_run, run_script
 from tests.rotation import nightly
@@ -116,6 +116,21 @@ def test_training_works_after_a_refused_dry_run(tmp_path: Path) -> None:
     finally:
         OwnLoss.reads = False
     assert trainer.train().training_loss > 0
+
+
+@pytest.mark.parametrize(("gradients", "micro_batches", "rows"), [(0, 1, 8), (10, 1, 6), (10, 2, 8), (40, 1, None)])
+def test_the_rows_of_a_suggestion_leave_room_for_accumulated_gradients(
+    gradients: int, micro_batches: int, rows: int | None
+) -> None:
+    line = train_suggestion(100, 40, 80, 12, micro_batches, gradients=gradients)
+    assert line.endswith("checkpointing, or --memory_opt_budget")
+    assert line.partition("--per_device_train_batch_size ")[2].startswith("" if rows is None else f"{rows} with more")
+    assert ("--per_device_train_batch_size" in line) == (rows is not None)
+
+
+def test_a_suggestion_for_a_step_that_checkpoints_names_only_what_is_new() -> None:
+    line = train_suggestion(100, 40, 80, 12, checkpoints=True)
+    assert line.endswith("with more --gradient_accumulation_steps or --memory_opt_budget")
 
 
 def test_what_does_not_fit_is_a_line_with_the_flag(tmp_path: Path) -> None:
