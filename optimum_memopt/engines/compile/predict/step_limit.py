@@ -32,7 +32,6 @@ from optimum_memopt.sizes import Budget, gib_text, text_of_at_least
 _ALLOCATOR_ERROR = 3e-3
 # Maximum number of re-solves of one plan until its tensors are within the limit in these blocks.
 _MOST_SOLVES = 4
-_MOST_HALVINGS = 1
 # Margins that differ by less have the same plan.
 _NO_PLAN_BETWEEN = 2**16
 
@@ -208,28 +207,20 @@ class StepLimit:
         if not self.is_on_cuda:
             return solve(step)
         start = least = self._margin
-        most: int | None = None
-        halvings = 0
         for number in range(_MOST_SOLVES + 1):
-            tried = step.around(replace(step.context, margin=self._margin))
-            try:
-                # Without the flags that an error suggests, which take several times as long.
-                tried.solver.cheapest(tried.context.allowed)
-            except Infeasible:
-                most = self._margin
-            else:
-                solved = solve(tried)
-                excess = self._excess_of_solved(step, solved)
-                if excess <= 0 or (most is None and number == _MOST_SOLVES):
-                    return solved
-                least = self._margin + solved.unused
-            if most is None:
-                self._margin = least + excess
-                continue
-            # Finding that no plan fits takes longest, since offload and segments are tried, too.
-            if halvings == _MOST_HALVINGS or most - least < _NO_PLAN_BETWEEN:
+            if (found := self._within_margin(step, solve)) is None:
                 break
-            self._margin, halvings = (least + most) // 2, halvings + 1
+            solved, excess = found
+            if excess <= 0 or number == _MOST_SOLVES:
+                return solved
+            least = self._margin + solved.unused
+            self._margin = least + excess
+        # Once: finding that no plan fits takes longest, since offload and segments are tried, too.
+        if self._margin - least >= _NO_PLAN_BETWEEN:
+            self._margin = (least + self._margin) // 2
+            found = self._within_margin(step, solve)
+            if found is not None and found[1] <= 0:
+                return found[0]
         # The margin so far may have bytes that earlier plans left unused, which are no part of the lowest peak.
         self._margin = min(start, self._exceeded) + self._waste_of_lowest(step)
         try:
@@ -237,6 +228,19 @@ class StepLimit:
         except (DoesNotFitError, Infeasible):
             self._margin = start
             raise
+
+    def _within_margin(
+        self, step: StepModel, solve: Callable[[StepModel], SolvedForward]
+    ) -> tuple[SolvedForward, int] | None:
+        """Returns the plan for the limit less the margin, and its `_excess_of_solved`; None if no plan fits."""
+        tried = step.around(replace(step.context, margin=self._margin))
+        try:
+            # `solve` would also search the flags that an error suggests, which takes several times as long.
+            tried.solver.cheapest(tried.context.allowed)
+        except Infeasible:
+            return None
+        solved = solve(tried)
+        return solved, self._excess_of_solved(step, solved)
 
     def _waste_of_lowest(self, step: StepModel) -> int:
         """Returns the bytes that the plan with the lowest peak takes in CUDA's blocks beyond its tensors."""
