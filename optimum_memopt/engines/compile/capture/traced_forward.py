@@ -48,7 +48,7 @@ from optimum_memopt.engines.compile.loss.decide import (
     without_logits,
 )
 from optimum_memopt.engines.compile.memory.around_runs import Sharding
-from optimum_memopt.engines.compile.memory.known_tapes import OtherRunsError
+from optimum_memopt.engines.compile.memory.known_tapes import OtherRunsError, TapePlayer
 from optimum_memopt.engines.compile.memory.tape import RunId, Tape, TapeRecorder
 from optimum_memopt.engines.compile.options import LAYER
 from optimum_memopt.engines.compile.partition.partitioned_graph import PartitionedGraph
@@ -367,12 +367,7 @@ class TracedForward:
             outputs = with_room(self._compiled[kind], call.args, call.inputs)
             if kind.has_regions:
                 outputs = self._regions.finish(outputs)
-            leaves = dynamo.tree_leaves(outputs)
-            try:
-                run.tape.end(leaves)
-            except OtherRunsError as error:
-                self._record_instead(run, error)
-                run.tape.end(leaves)
+            self._note_on_tape(run, lambda tape: tape.end(dynamo.tree_leaves(outputs)))
             if any(graph.choice.draft_limit is not None for graph in run.ran):
                 run.progress.done = f"ran the forward of {self._name} once, to see all its graphs,"
             return outputs
@@ -401,13 +396,21 @@ class TracedForward:
     def _recorder(self, args: Sequence[Any], inputs: Mapping[str, Any]) -> TapeRecorder:
         return TapeRecorder(dynamo.tree_leaves((args, inputs, self.shared.gathered())))
 
-    def _record_instead(self, run: ForwardRun, other: OtherRunsError) -> None:
-        """Record a forward whose first run is not the known one, as after torch has given up tracing its code. Raises
-        the error if earlier runs would be missing on the tape."""
-        if run.tape.count:
-            raise other
-        run.choices.tapes.forget()
-        run.tape = self._recorder(run.args, run.inputs)
+    def _note_on_tape(self, run: ForwardRun, note: Callable[[TapeRecorder | TapePlayer], None]) -> None:
+        """Call `note` with a forward's tape. If its first run is not the known one, as after torch has given up the
+        forward's code, the tape is recorded from here.
+
+        Raises:
+            OtherRunsError: a later run is not the known one; earlier ones would be missing on a recorded tape.
+        """
+        try:
+            note(run.tape)
+        except OtherRunsError:
+            if run.tape.count:
+                raise
+            run.choices.tapes.forget()
+            run.tape = self._recorder(run.args, run.inputs)
+            note(run.tape)
 
     def _may_play(self, run: ForwardRun) -> bool:
         """True if the tape of this run may be played for equal calls. A call that then runs other graphs is rerun, so
@@ -642,11 +645,7 @@ class TracedForward:
         state = self._state_before(graph, variant, args, key)
         plan = run.layer_inputs.possible(variant.inputs, args)
         run_id = RunId(variant.programs, layer, call_index, plan.offloaded, plan.recomputed)
-        try:
-            run.tape.before(run_id, args, graph.parameters)
-        except OtherRunsError as error:
-            self._record_instead(run, error)
-            run.tape.before(run_id, args, graph.parameters)
+        self._note_on_tape(run, lambda tape: tape.before(run_id, args, graph.parameters))
         if plan.is_empty and state.saved is None:
             results = variant.run(*state.args)
         else:
