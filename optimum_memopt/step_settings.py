@@ -162,6 +162,12 @@ KEYWORDS = {"plan": "plan_file"}
 _OPTIONS = {"compiler", "loss", *(setting.name for setting in fields(PlanSettings))}
 
 
+def setting_of(flag: str) -> str:
+    """Returns the name of a setting by its flag in a training script, without dashes: `memory_opt_budget` is `budget`
+    here."""
+    return {"per_device_train_batch_size": "batch_size"}.get(flag, flag.removeprefix("memory_opt_"))
+
+
 def flags_of(kind: type) -> "dict[str, Field[Any]]":
     """Returns a dataclass's fields that have flags, by flag name; `no_` prefixes those that are on by default."""
     declared = [setting for setting in fields(kind) if "help" in setting.metadata]

@@ -12,7 +12,15 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args
 from optimum_memopt.errors import excerpt, flags_named
 from optimum_memopt.option_values import Numbers, checked, flag, without_numbers
 from optimum_memopt.sizes import AUTO
-from optimum_memopt.step_settings import COUNTS, ModelSettings, PlanSettings, StepSpec, engine_options, flags_of
+from optimum_memopt.step_settings import (
+    COUNTS,
+    ModelSettings,
+    PlanSettings,
+    StepSpec,
+    engine_options,
+    flags_of,
+    setting_of,
+)
 
 if TYPE_CHECKING:
     from optimum_memopt.options import MemOptOptions
@@ -191,5 +199,4 @@ def checked_options(args: Any, engine: str) -> "MemOptOptions":
 
 def short_flags() -> AbstractContextManager[None]:
     """Returns a context in which errors name options by the command's flags, without `memory_opt_`."""
-    others = {"per_device_train_batch_size": "batch_size"}
-    return flags_named(lambda flag: f"--{others.get(flag, flag.removeprefix('memory_opt_'))}")
+    return flags_named(lambda flag: f"--{setting_of(flag)}")

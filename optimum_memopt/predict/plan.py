@@ -27,7 +27,15 @@ from optimum_memopt.plans.plan_file import PlanFile
 from optimum_memopt.plans.table import PlanTable
 from optimum_memopt.predict.workload import ModuleWorkload, Workload, task_of, warn_of_precision
 from optimum_memopt.sizes import AUTO, LARGEST, MIB, Budget, gib_text, parse_budget
-from optimum_memopt.step_settings import ModelSettings, StepSpec, described, engine_options, patterns
+from optimum_memopt.step_settings import (
+    KEYWORDS,
+    ModelSettings,
+    StepSpec,
+    described,
+    engine_options,
+    patterns,
+    setting_of,
+)
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -99,8 +107,8 @@ plan.__doc__ = f"{plan.__doc__}\n    Settings:\n{_SETTINGS}\n    "
 
 def _parameter(flag: str) -> str:
     """Returns the parameter of `plan` for a flag without its dashes; the flag if there is none."""
-    name = flag.removeprefix("memory_opt_")
-    name = {"plan": "plan_file", "per_device_train_batch_size": "batch_size"}.get(name, name)
+    name = setting_of(flag)
+    name = KEYWORDS.get(name, name)
     return name if name in inspect.signature(plan).parameters else f"--{flag}"
 
 

@@ -324,8 +324,7 @@ class FakeRun:
         resident = self.simulator.constant + weights + states
         # PEFT writes only the adapters.
         is_adapter = hasattr(self.trainer.model, "peft_config")
-        trained = sum(each.nbytes for each in self.trainer.model.parameters() if each.requires_grad)
-        written = trained if is_adapter else weights
+        written = _trained_bytes(self.trainer.model) if is_adapter else weights
         if self.simulator.shares_host:
             yield RunPhase("save", resident, note="weights and states are written without copies")
             read = self.simulator.constant + weights + written
@@ -550,8 +549,7 @@ def _dry_run(trainer: Any, device: str | None, budget: Budget | None) -> DryRun:
     lines = suggestions(phases, limit, flags)
     if trained > limit:
         held = tensor_bytes(tensors_in(batch))
-        gradients = tensor_bytes(each for each in trainer.model.parameters() if each.requires_grad)
-        is_on = Checkpointing(trainer.model).is_on
+        gradients, is_on = _trained_bytes(trainer.model), Checkpointing(trainer.model).is_on
         line = train_suggestion(trained, step.given, limit, rows, micro_batches, held, gradients, is_on)
         lines = (line, *lines)
     precision = f", {trainer.accelerator.mixed_precision}" if trainer.accelerator.mixed_precision != "no" else ""
@@ -563,6 +561,11 @@ def _dry_run(trainer: Any, device: str | None, budget: Budget | None) -> DryRun:
         f"{device or 'this machine'} as plain PyTorch{reserved}:"
     )
     return DryRun(header, limit, tuple(phases), step.timeline, lines, evaluation)
+
+
+def _trained_bytes(model: torch.nn.Module) -> int:
+    """Returns the bytes of the parameters that train, which are also those of their gradients."""
+    return tensor_bytes(each for each in model.parameters() if each.requires_grad)
 
 
 def _shape(batch: Any) -> str:

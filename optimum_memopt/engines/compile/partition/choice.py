@@ -92,10 +92,10 @@ class Choice:
         return tuple(candidate for candidate in self.candidates if candidate.chain is not None)
 
     def check_file(self, is_strict: bool) -> str:
-        """Returns a warning if the graph is not the one that a plan file was made for, else an empty string.
+        """Returns the warning about a plan file for another graph; empty if the file matches.
 
         Raises:
-            MemOptError: it is not, and the file must match.
+            MemOptError: the file does not match, and must.
         """
         if not self.mismatch:
             return ""

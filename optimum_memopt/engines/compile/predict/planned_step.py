@@ -222,9 +222,9 @@ class PlannedStep:
                 forward = capture.run(costs, compared, compresses or producer.compresses)
                 forward = replace(forward, tape=replace(forward.tape, held_outputs=held))
                 partitioned = [graph.partitioned for graph in forward.graphs if graph.partitioned is not None]
-                for line in dict.fromkeys(graph.choice.check_file(selection.strict) for graph in partitioned):
-                    if line:
-                        get_logger().warning(line)
+                warnings = (graph.choice.check_file(selection.strict) for graph in partitioned)
+                for line in dict.fromkeys(filter(None, warnings)):
+                    get_logger().warning(line)
                 resident = planner.limit.resident(held_bytes(self.here))
                 shown = show(
                     model, partitioned, forward.tape, batch, resident, planner.producer, spec, capture.masks.kept, run
